@@ -1,0 +1,1 @@
+"""What services promise one another: ids, states, the capture contract and the error tree. Imports no torch."""

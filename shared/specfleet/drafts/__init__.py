@@ -1,0 +1,1 @@
+"""Draft architectures, the reference decoder that proves them, and their export layouts."""

@@ -1,0 +1,45 @@
+"""The one shape of a draft architecture: a module that trains under its exported names, and a greedy proposer for decoding."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+
+class Drafter(ABC):
+    """Proposes tokens for one sequence. Verified target states go in with `extend`, guesses come out of `propose`.
+
+    Position bookkeeping is the drafter's: the i-th row ever given to `extend` is position i of the sequence.
+    """
+
+    @abstractmethod
+    def extend(self, next_ids: Sequence[int], aux_TKH: torch.Tensor) -> None:
+        """Rows for newly verified positions p, p+1, …: the target's aux states there, and the token that follows each.
+
+        next_ids[i] is the token at position p+i+1; the last one has not been run through the target yet. Anything the
+        drafter cached for guesses is dropped first.
+        """
+
+    @abstractmethod
+    def propose(self, k: int) -> list[int]:
+        """At most k greedy guesses (target vocabulary ids) for the tokens after the last next_id."""
+
+
+class Draft(nn.Module, ABC):
+    """A draft model. `state_dict()` names are the exported names; frozen target weights are not part of it."""
+
+    kind: ClassVar[str]
+    """Name in the registry table (specfleet.drafts.registry)."""
+    config: Any
+    """A frozen dataclass with `to_dict()`; `from_config(config.to_dict())` rebuilds the same architecture."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """An untrained draft with the architecture's own initialisation (uses torch's global generator)."""
+
+    @abstractmethod
+    def drafter(self, embedding_VH: torch.Tensor) -> Drafter:
+        """A fresh proposer that reads this module's weights. embedding_VH: the target's input embedding."""

@@ -1,0 +1,1 @@
+"""gRPC plumbing every service shares: server, client, health, reflection, rich errors."""

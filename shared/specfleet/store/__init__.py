@@ -1,0 +1,1 @@
+"""FeatureStore: where captured tensors live between capture and training."""

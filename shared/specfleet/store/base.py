@@ -1,0 +1,59 @@
+"""The one interface to feature storage. Backends: Mooncake, a shared directory, and an in-memory twin (store/factory.py)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Bytes the pool can hold and bytes it holds now, as the backend itself reports them."""
+
+    capacity_bytes: int
+    used_bytes: int
+
+
+class FeatureStore(ABC):
+    """Write-once objects under attempt-unique keys. Blocking calls; services run them in a thread.
+
+    Everything in it may vanish: a missing, short or altered object raises FeatureLostError and the ledger captures it again.
+    """
+
+    name: str
+    """Name of the pool; the first part of every key."""
+
+    @abstractmethod
+    def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
+        """Writes each tensor under feature_key(name, attempt, feature) and verifies its stored length.
+
+        Tensors are contiguous CPU tensors of any dtype in contracts.capture.DTYPE_BYTES. Returns one spec per tensor, with
+        the xxh3-64 checksum of its bytes, in the mapping's order. On any failure nothing of this sample stays behind.
+        Raises StoreFullError when the pool has no room (back-pressure), StoreError otherwise.
+        """
+
+    @abstractmethod
+    def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> dict[str, "torch.Tensor"]:
+        """Reads features (all when names is None) as CPU tensors that stay valid after release.
+
+        Verifies length and checksum. Raises FeatureLostError naming the key, with expected and found numbers.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[str]) -> list[str]:
+        """Deletes objects; an absent one counts as deleted. Returns the keys that could not be deleted now."""
+
+    def release(self, ref: SampleRef) -> list[str]:
+        """Deletes every object of a sample; returns what could not be deleted now."""
+        return self.remove([feature.key for feature in ref.features])
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
