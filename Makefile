@@ -1,0 +1,47 @@
+# Everything lives in .venv. `make demo` and `make test` set up what they need themselves.
+PY := .venv/bin/python
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint proto bench clean
+help:
+	@echo "make demo    train a real draft for a real target on this machine and prove it in decoding (about 10 minutes)"
+	@echo "make test    unit, integration and chaos tests against real services"
+	@echo "make lint    ruff, mypy, buf (lint, breaking, generated code up to date)"
+	@echo "make proto   regenerate shared/specfleet/wire from protos"
+	@echo "make bench   the benchmarks that run without a GPU"
+	@echo "make clean   remove .venv, caches and run directories"
+
+# The stamps depend on pyproject.toml: a changed dependency is installed on the next call.
+.venv/.local.stamp: pyproject.toml constraints/cpu.txt scripts/setup.sh
+	@scripts/setup.sh local
+	@touch $@
+.venv/.dev.stamp: pyproject.toml constraints/cpu.txt scripts/setup.sh
+	@scripts/setup.sh dev
+	@touch $@ .venv/.local.stamp
+
+setup: .venv/.dev.stamp
+
+demo: .venv/.local.stamp
+	$(BIN)/specctl demo
+
+test: .venv/.dev.stamp
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: .venv/.dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	scripts/proto-check.sh
+
+proto: .venv/.dev.stamp
+	scripts/proto.sh
+
+bench: .venv/.dev.stamp
+	$(PY) benchmarks/ledger_throughput.py
+	$(PY) benchmarks/store_throughput.py
+
+clean:
+	rm -rf .venv .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
