@@ -1,0 +1,255 @@
+"""The life of a capture worker: register, beat, load what it is told to serve, attest, run the pipeline, switch, drain."""
+
+import asyncio
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+
+import structlog
+
+from specfleet.bus.base import Bus
+from specfleet.capture import metrics
+from specfleet.capture.control import Control
+from specfleet.capture.engines.base import Engine
+from specfleet.capture.engines.table import EngineLoader
+from specfleet.capture.held import Held
+from specfleet.capture.pipeline import Limits, Patience, Pipeline
+from specfleet.contracts.errors import SpecfleetError
+from specfleet.store.base import FeatureStore
+from specfleet.wire.capture_pb2 import (
+    AttestWorkerResponse,
+    HeartbeatWorkerRequest,
+    HeartbeatWorkerResponse,
+    PoolStats,
+    RegisterWorkerRequest,
+)
+from specfleet.wire.records_pb2 import CaptureContract
+
+log = structlog.get_logger()
+
+# Loading fails for reasons that pass (memory, a file system that is not mounted yet) and for reasons that do not.
+LOAD_RETRY_S = (2.0, 5.0, 15.0, 30.0)
+# The whole drain, including a batch that is in the engine. Supervisors wait longer than this before they kill.
+DRAIN_S = 25.0
+
+
+@dataclass
+class Assignment:
+    """What the coordinator wants this worker to serve. `changed` is set while a pipeline for another contract should end."""
+
+    contract: CaptureContract = field(default_factory=CaptureContract)
+    contract_hash: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Worker:
+    def __init__(
+        self,
+        *,
+        control: Control,
+        bus: Bus,
+        store: FeatureStore,
+        load_engine: EngineLoader,
+        engine_name: str,
+        bound_target: str = "",
+        patience: Patience = Patience(),
+    ) -> None:
+        self._control, self._bus, self._store, self._load_engine = control, bus, store, load_engine
+        self._engine_name, self._bound_target, self._patience = engine_name, bound_target, patience
+        self._held, self._limits = Held(), Limits()
+        self._wanted = Assignment()
+        self._pool = PoolStats(store=store.name)
+        self._engine: Engine | None = None
+        self._accepted = False
+        self._state, self._serving, self._why_not = "STARTING", "", "not registered yet"
+        self._heartbeat_s = 1.0
+
+    def ready(self) -> tuple[bool, str]:
+        """For /readyz: whether prompts are being pulled, else why not."""
+        if self._state == "READY" and self._accepted and self._limits.may_pull:
+            return True, f"serving {self._serving}"
+        return False, f"{self._state}: {self._why_not}" if self._why_not else self._state
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains: the batch in the engine is finished, everything else is returned."""
+        helpers = [asyncio.create_task(self._watch_pool()), asyncio.create_task(self._beat())]
+        stopping = asyncio.create_task(self._on_stop(stop))
+        serving = asyncio.create_task(self._serve(stop))
+        try:
+            # A helper never ends by itself; if one does, its error must end the worker instead of leaving it deaf.
+            await asyncio.wait([serving, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, *helpers):
+                if task.done():
+                    task.result()
+        except TimeoutError:
+            log.error("drain did not end in time; leases will run out", seconds=DRAIN_S, in_hand=len(self._held))
+        finally:
+            for task in (serving, stopping, *helpers):
+                task.cancel()
+            await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
+
+    async def _on_stop(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._state, self._why_not = "DRAINING", "stopping"
+        self._wanted.changed.set()
+
+    # -- coordinator ----------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        await self._register()
+        while True:
+            try:
+                answer = await self._control.heartbeat(self._heartbeat())
+            except SpecfleetError as error:
+                # Capture goes on without a coordinator: claims hold until their deadline, references go to the bus.
+                log.warning("heartbeat failed", error=str(error))
+            else:
+                await self._obey(answer)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _register(self) -> None:
+        request = RegisterWorkerRequest(
+            worker_id=self._control.worker_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine=self._engine_name,
+            engine_version=self._engine.version if self._engine else "",
+            pool=self._pool,
+            bound_target=self._bound_target,
+        )
+        while True:
+            try:
+                answer = await self._control.register(request)
+                break
+            except SpecfleetError as error:
+                self._why_not = str(error)
+                log.warning("registration failed; trying again", error=str(error))
+                await asyncio.sleep(self._heartbeat_s)
+        # Bounded below: a coordinator that answers 0 must not turn heartbeats into a busy loop.
+        self._heartbeat_s = max(0.05, answer.heartbeat_s or self._heartbeat_s)
+        self._why_not = "no contract assigned"
+        log.info("registered", worker=self._control.worker_id, heartbeat_s=self._heartbeat_s)
+
+    def _heartbeat(self) -> HeartbeatWorkerRequest:
+        return HeartbeatWorkerRequest(
+            worker_id=self._control.worker_id,
+            state=self._state,
+            contract_hash=self._serving,
+            pool=self._pool,
+            claims=self._held.claims(),
+            numbers={"in_hand": float(len(self._held)), **_totals()},
+        )
+
+    async def _obey(self, answer: HeartbeatWorkerResponse) -> None:
+        if answer.unknown:
+            # A coordinator that forgot the worker has also forgotten what it attested.
+            self._limits.may_pull = False
+            await self._register()
+            if self._engine is not None:
+                self._accepted = False
+                await self._attest(self._engine)
+            return
+        revoked = self._held.revoke(answer.revoked)
+        if revoked:
+            log.info("claims revoked", samples=revoked)
+        if answer.max_batch_tokens:
+            self._limits.max_batch_tokens = answer.max_batch_tokens
+        if answer.quarantined:
+            self._why_not = f"quarantined: {answer.quarantined}"
+        self._limits.may_pull = self._accepted and answer.may_pull and not answer.quarantined
+        if answer.contract_hash and answer.contract_hash != self._wanted.contract_hash:
+            log.info("contract assigned", contract=answer.contract_hash, target=answer.contract.target)
+            self._wanted.contract, self._wanted.contract_hash = answer.contract, answer.contract_hash
+            self._limits.may_pull = False
+            self._wanted.changed.set()
+
+    async def _attest(self, engine: Engine) -> None:
+        facts = await asyncio.to_thread(engine.attest)
+        answer: AttestWorkerResponse = await self._control.attest(self._serving, facts, engine.version)
+        self._accepted = answer.accepted
+        self._why_not = "" if answer.accepted else f"attestation refused: {'; '.join(answer.mismatches)}"
+        if not answer.accepted:
+            log.error("attestation refused", contract=self._serving, mismatches=list(answer.mismatches))
+
+    # -- engine ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            await self._wanted.changed.wait()
+            if stop.is_set():
+                return
+            self._wanted.changed.clear()
+            contract, self._serving = self._wanted.contract, self._wanted.contract_hash
+            engine = await self._load(contract)
+            if engine is None:
+                continue
+            pipeline = asyncio.create_task(self._run_pipeline(engine, contract))
+            try:
+                await self._wanted.changed.wait()
+                if stop.is_set():
+                    async with asyncio.timeout(DRAIN_S):
+                        await pipeline
+                else:
+                    await pipeline
+            finally:
+                pipeline.cancel()
+                self._engine, self._accepted = None, False
+                await asyncio.to_thread(engine.close)
+
+    async def _run_pipeline(self, engine: Engine, contract: CaptureContract) -> None:
+        await Pipeline(
+            engine=engine,
+            contract=contract,
+            contract_hash=self._serving,
+            bus=self._bus,
+            store=self._store,
+            control=self._control,
+            held=self._held,
+            limits=self._limits,
+            patience=self._patience,
+        ).run(self._wanted.changed)
+
+    async def _load(self, contract: CaptureContract) -> Engine | None:
+        """The engine, loaded and attested (accepted or not); None when the assignment changed first."""
+        for attempt in range(1_000_000):
+            self._state, self._why_not = "LOADING", f"loading {contract.target}"
+            started = time.perf_counter()
+            try:
+                engine = await asyncio.to_thread(self._load_engine, contract)
+                self._engine = engine
+                await self._attest(engine)
+            except Exception as error:
+                # Whatever a model file or a library raises: this worker cannot serve now, and must stay visible saying why.
+                self._engine = None
+                self._why_not = f"cannot load {contract.target}: {type(error).__name__}: {error}"
+                log.exception("engine did not load", target=contract.target)
+                pause_s = LOAD_RETRY_S[min(attempt, len(LOAD_RETRY_S) - 1)]
+                try:
+                    await asyncio.wait_for(self._wanted.changed.wait(), pause_s)
+                    return None
+                except TimeoutError:
+                    continue
+            self._state = "READY"
+            log.info("engine ready", engine=engine.version, accepted=self._accepted, seconds=time.perf_counter() - started)
+            return engine
+        return None
+
+    # -- pool -----------------------------------------------------------------------------------------------------
+
+    async def _watch_pool(self) -> None:
+        """Apart from the heartbeat: a store that hangs must not let leases run out."""
+        while True:
+            try:
+                stats = await asyncio.to_thread(self._store.stats)
+                self._pool = PoolStats(
+                    store=self._store.name, capacity_bytes=stats.capacity_bytes, used_bytes=stats.used_bytes
+                )
+            except SpecfleetError as error:
+                log.warning("pool statistics unavailable", error=str(error))
+            await asyncio.sleep(self._heartbeat_s)
+
+
+def _totals() -> dict[str, float]:
+    """Lifetime counters of this process, for `specctl fleet list`."""
+    return {"captured_tokens": metrics.total(metrics.CAPTURED_TOKENS), "captured_samples": metrics.total(metrics.CAPTURED_SAMPLES)}
