@@ -10,11 +10,11 @@ def capture(
     coordinator: str = typer.Option(..., envvar="SPECFLEET_COORDINATOR", help="host:port of the coordinator."),
     nats: str = typer.Option(..., envvar="SPECFLEET_NATS", help="nats://host:port."),
     store: str = typer.Option(..., envvar="SPECFLEET_STORE", help="Feature store, as in mooncake://HOST:PORT/NAME."),
-    metrics: str = typer.Option("127.0.0.1:0", envvar="SPECFLEET_METRICS", help="host:port of /metrics, /healthz, /readyz."),
-    worker_id: str = typer.Option("", envvar="SPECFLEET_WORKER_ID", help="Stable name of this worker; default: the host's."),
+    metrics: str = typer.Option("127.0.0.1:0", envvar="SPECFLEET_METRICS", help="host:port of /metrics."),
+    worker_id: str = typer.Option("", envvar="SPECFLEET_WORKER_ID", help="Stable name; default: the host's."),
     engine: str = typer.Option("hf", envvar="SPECFLEET_ENGINE", help="hf: transformers."),
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu, cuda or cuda:N."),
-    target: str = typer.Option("", envvar="SPECFLEET_TARGET", help="Serve only this target directory; default: as assigned."),
+    target: str = typer.Option("", envvar="SPECFLEET_TARGET", help="Serve this directory only."),
 ) -> None:
     # After the command line is parsed: --help must not wait for grpc.
     from specfleet.capture.service import Settings, serve

@@ -35,7 +35,7 @@ class Held:
         return len(self._work)
 
     def add(self, work: Work) -> bool:
-        """False when the attempt is already in hand: the bus delivered it again, and the newer delivery is the one to ack."""
+        """False when the attempt is in hand already: the bus delivered it again; the newer one is to be acked."""
         known = self._work.get(work.id)
         if known is not None:
             known.message = work.message

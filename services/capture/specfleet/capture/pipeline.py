@@ -90,7 +90,7 @@ class Pipeline:
         self._held, self._limits, self._patience = held, limits, patience
         self._fetch_size = FetchSize()
         self._stop = asyncio.Event()
-        # One thread for the engine: torch parallelises inside a forward pass, and two passes would only share the cores.
+        # One thread: torch parallelises inside a forward pass, and two passes would only share the cores.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -124,7 +124,8 @@ class Pipeline:
                 await self._pause(IDLE_S)
                 continue
             size = min(MAX_FETCH, self._fetch_size.size(self._limits.max_batch_tokens))
-            works = [work for message in await subscription.fetch(size, FETCH_WAIT_S) if (work := await self._take(message))]
+            messages = await subscription.fetch(size, FETCH_WAIT_S)
+            works = [work for message in messages if (work := await self._take(message))]
             lengths = [work.num_tokens for work in works]
             self._fetch_size.saw(lengths)
             works = await self._claim(works)
@@ -145,7 +146,7 @@ class Pipeline:
         return work if added else None
 
     async def _claim(self, works: list[Work]) -> list[Work]:
-        """One call for the whole fetch. Refused ones are acked and forgotten: somebody else has them, or nobody needs them."""
+        """One call for the whole fetch. Refused ones are acked and forgotten: nobody needs them here."""
         if not works:
             return []
         response = await self._ask_for([work.task.attempt for work in works])
@@ -214,7 +215,7 @@ class Pipeline:
         try:
             results = await self._in_engine(lambda: self._run_engine(batch))
         except Exception as error:
-            # Anything the engine raises is the worker's trouble, never the prompts'; the breaker at the coordinator counts it.
+            # Whatever the engine raises is the worker's trouble, never the prompts'; the breaker counts it.
             log.exception("engine failed", prompts=len(batch))
             await self._fail(batch, FAILURE_CLASS_INFRA, f"{type(error).__name__}: {error}")
             return None
@@ -243,7 +244,7 @@ class Pipeline:
             async with asyncio.TaskGroup() as group:
                 for index, work in enumerate(batch.works):
                     result = batch.results[index]
-                    batch.results[index] = {}  # the tensors of a stored sample must not live until the whole batch is stored
+                    batch.results[index] = {}  # tensors of a stored sample must not live until the batch is done
                     specs = await self._store_one(work, result)
                     if specs is not None:
                         # Announced while the next sample is put: what is announced can be trained and make room.
@@ -314,7 +315,9 @@ class Pipeline:
         name = FailureClass.Name(failure_class).removeprefix("FAILURE_CLASS_")
         log.warning("attempts given back", failure_class=name, samples=[work.id for work in works], reason=reason)
         metrics.FAILED_SAMPLES.labels(name).inc(len(works))
-        failures = [TaskFailure(attempt=work.task.attempt, failure_class=failure_class, reason=reason) for work in works]
+        failures = [
+            TaskFailure(attempt=work.task.attempt, failure_class=failure_class, reason=reason) for work in works
+        ]
         while True:
             try:
                 await self._control.fail(failures, RETRY_S)

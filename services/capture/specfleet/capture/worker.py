@@ -1,4 +1,4 @@
-"""The life of a capture worker: register, beat, load what it is told to serve, attest, run the pipeline, switch, drain."""
+"""The life of a capture worker: register, beat, load what it is told to serve, attest, capture, switch, drain."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ DRAIN_S = 25.0
 
 @dataclass
 class Assignment:
-    """What the coordinator wants this worker to serve. `changed` is set while a pipeline for another contract should end."""
+    """What this worker should serve. `changed` is set while a pipeline for something else should end."""
 
     contract: CaptureContract = field(default_factory=CaptureContract)
     contract_hash: str = ""
@@ -74,25 +74,26 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains: the batch in the engine is finished, everything else is returned."""
         helpers = [asyncio.create_task(self._watch_pool()), asyncio.create_task(self._beat())]
-        stopping = asyncio.create_task(self._on_stop(stop))
         serving = asyncio.create_task(self._serve(stop))
+        stopping = asyncio.create_task(stop.wait())
+        everything = [serving, stopping, *helpers]
         try:
-            # A helper never ends by itself; if one does, its error must end the worker instead of leaving it deaf.
-            await asyncio.wait([serving, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                self._state, self._why_not = "DRAINING", "stopping"
+                self._wanted.changed.set()
+                # Helpers go on: claims are renewed until the last one is announced or returned.
+                _, left = await asyncio.wait([serving], timeout=DRAIN_S)
+                if left:
+                    log.error("drain did not end in time; leases run out", seconds=DRAIN_S, in_hand=len(self._held))
+            # None of them ends by itself before `stop`; an error must end the worker instead of leaving it deaf.
             for task in (serving, *helpers):
                 if task.done():
                     task.result()
-        except TimeoutError:
-            log.error("drain did not end in time; leases will run out", seconds=DRAIN_S, in_hand=len(self._held))
         finally:
-            for task in (serving, stopping, *helpers):
-                task.cancel()
-            await asyncio.gather(serving, stopping, *helpers, return_exceptions=True)
-
-    async def _on_stop(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        self._state, self._why_not = "DRAINING", "stopping"
-        self._wanted.changed.set()
+            for pending in everything:
+                pending.cancel()
+            await asyncio.gather(*everything, return_exceptions=True)
 
     # -- coordinator ----------------------------------------------------------------------------------------------
 
@@ -184,16 +185,9 @@ class Worker:
             engine = await self._load(contract)
             if engine is None:
                 continue
-            pipeline = asyncio.create_task(self._run_pipeline(engine, contract))
             try:
-                await self._wanted.changed.wait()
-                if stop.is_set():
-                    async with asyncio.timeout(DRAIN_S):
-                        await pipeline
-                else:
-                    await pipeline
+                await self._run_pipeline(engine, contract)
             finally:
-                pipeline.cancel()
                 self._engine, self._accepted = None, False
                 await asyncio.to_thread(engine.close)
 
@@ -212,7 +206,8 @@ class Worker:
 
     async def _load(self, contract: CaptureContract) -> Engine | None:
         """The engine, loaded and attested (accepted or not); None when the assignment changed first."""
-        for attempt in range(1_000_000):
+        attempt = 0
+        while True:
             self._state, self._why_not = "LOADING", f"loading {contract.target}"
             started = time.perf_counter()
             try:
@@ -220,20 +215,21 @@ class Worker:
                 self._engine = engine
                 await self._attest(engine)
             except Exception as error:
-                # Whatever a model file or a library raises: this worker cannot serve now, and must stay visible saying why.
+                # Whatever a model file or a library raises: this worker cannot serve now, and stays visible saying why.
                 self._engine = None
                 self._why_not = f"cannot load {contract.target}: {type(error).__name__}: {error}"
                 log.exception("engine did not load", target=contract.target)
                 pause_s = LOAD_RETRY_S[min(attempt, len(LOAD_RETRY_S) - 1)]
+                attempt += 1
                 try:
                     await asyncio.wait_for(self._wanted.changed.wait(), pause_s)
                     return None
                 except TimeoutError:
                     continue
-            self._state = "READY"
-            log.info("engine ready", engine=engine.version, accepted=self._accepted, seconds=time.perf_counter() - started)
+            self._state = "DRAINING" if self._wanted.changed.is_set() else "READY"
+            seconds = time.perf_counter() - started
+            log.info("engine ready", engine=engine.version, accepted=self._accepted, seconds=seconds)
             return engine
-        return None
 
     # -- pool -----------------------------------------------------------------------------------------------------
 
@@ -252,4 +248,7 @@ class Worker:
 
 def _totals() -> dict[str, float]:
     """Lifetime counters of this process, for `specctl fleet list`."""
-    return {"captured_tokens": metrics.total(metrics.CAPTURED_TOKENS), "captured_samples": metrics.total(metrics.CAPTURED_SAMPLES)}
+    return {
+        "captured_tokens": metrics.total(metrics.CAPTURED_TOKENS),
+        "captured_samples": metrics.total(metrics.CAPTURED_SAMPLES),
+    }

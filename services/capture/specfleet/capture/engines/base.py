@@ -1,4 +1,4 @@
-"""The one interface to an engine, and the checks that hold for every engine. Blocking; the worker runs it in a thread."""
+"""The one interface to an engine, and the checks that hold for every engine. Blocking; runs in the worker's thread."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Engine(ABC):
     def capture(self, batch: Sequence[PromptTask]) -> list[Tensors | CaptureItemError]:
         """One forward pass over prompts that fit one batch. Results in the batch's order, one per prompt.
 
-        Tensors are contiguous CPU tensors: aux_states [T, K·H], final_state [T, H] and extras, as the contract's feature
-        table lists them. A prompt that cannot be captured yields a CaptureItemError and does not affect its neighbours.
+        Tensors are contiguous CPU tensors: aux_states [T, K·H], final_state [T, H] and extras, as the feature table of
+        the contract lists them. A prompt that cannot be captured yields a CaptureItemError and spares its neighbours.
         Raises only when the engine itself failed: then no prompt of the batch is to blame.
         """
 
@@ -41,7 +41,8 @@ def check_task(task: PromptTask, contract: CaptureContract, contract_hash: str) 
     tokens, vocab = len(task.input_ids), contract.vocab_size
     if task.contract_hash != contract_hash:
         raise CaptureItemError(
-            "SF-CAPTURE-PROMPT", f"the prompt asks for contract {task.contract_hash}, this worker serves {contract_hash}"
+            "SF-CAPTURE-PROMPT",
+            f"the prompt asks for contract {task.contract_hash}, this worker serves {contract_hash}",
         )
     if tokens == 0:
         raise CaptureItemError("SF-CAPTURE-PROMPT", "the prompt has no tokens")
@@ -49,10 +50,10 @@ def check_task(task: PromptTask, contract: CaptureContract, contract_hash: str) 
         raise CaptureItemError("SF-CAPTURE-PROMPT", f"loss_mask has {len(task.loss_mask)} bytes for {tokens} tokens")
     low, high = min(task.input_ids), max(task.input_ids)
     if low < 0 or high >= vocab:
-        raise CaptureItemError("SF-CAPTURE-PROMPT", f"token ids {low}..{high} do not lie in the target's vocabulary 0..{vocab - 1}")
+        raise CaptureItemError("SF-CAPTURE-PROMPT", f"token ids {low}..{high} leave the vocabulary 0..{vocab - 1}")
     unknown = set(task.features) - set(feature_table(contract))
     if unknown:
-        raise CaptureItemError("SF-CAPTURE-PROMPT", f"features {sorted(unknown)} are not part of contract {contract_hash}")
+        raise CaptureItemError("SF-CAPTURE-PROMPT", f"features {sorted(unknown)} are not in contract {contract_hash}")
 
 
 def complete(task: PromptTask, contract: CaptureContract, captured: Tensors) -> Tensors:
@@ -78,7 +79,8 @@ def _check(name: str, tensor: torch.Tensor | None, dtype: str, tokens: int, elem
     found = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) not in shapes or found != dtype:
         raise CaptureItemError(
-            "SF-CAPTURE-SHAPE", f"{name} is {found} {list(tensor.shape)}; {tokens} tokens need {dtype} {list(min(shapes))}"
+            "SF-CAPTURE-SHAPE",
+            f"{name} is {found} {list(tensor.shape)}; {tokens} tokens need {dtype} {list(min(shapes))}",
         )
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())

@@ -27,7 +27,7 @@ class HFEngine(Engine):
             path,
             tuple(contract.layers),
             contract.dtype,
-            device,
+            resolve_device(device),
             contract.final_state,
             tuple(contract.extras),
             trust_remote_code=contract.trust_remote_code,
@@ -42,7 +42,7 @@ class HFEngine(Engine):
             tokenizer_hash=facts.tokenizer_hash,
             layers=list(target.layers),
             final_state=target.final_state,
-            dtype=target.dtype,
+            dtype=str(target.dtype).removeprefix("torch."),
             hidden_size=facts.hidden_size,
             num_hidden_layers=facts.num_hidden_layers,
             vocab_size=facts.vocab_size,
@@ -53,7 +53,7 @@ class HFEngine(Engine):
 
     def capture(self, batch: Sequence[PromptTask]) -> list[Tensors | CaptureItemError]:
         try:
-            return list(self._forward(batch))
+            return self._forward(batch)
         except (RuntimeError, ValueError, IndexError) as error:
             log.warning("batch failed; capturing its prompts one by one", prompts=len(batch), error=str(error))
             return self._one_by_one(batch, error)
@@ -74,7 +74,7 @@ class HFEngine(Engine):
                 raise batch_error from None
         return results
 
-    def _forward(self, batch: Sequence[PromptTask]) -> list[Tensors]:
+    def _forward(self, batch: Sequence[PromptTask]) -> list[Tensors | CaptureItemError]:
         return self._loaded().capture([list(task.input_ids) for task in batch])
 
     def _loaded(self) -> HFTarget:
@@ -84,3 +84,8 @@ class HFEngine(Engine):
 
     def close(self) -> None:
         self._target = None
+
+
+def resolve_device(device: str) -> str:
+    """`auto` → cuda when there is one, else cpu; anything else is torch's to judge."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -19,7 +19,7 @@ def engine_loader(engine: str, device: str, bound_target: str) -> EngineLoader:
     loaders = {"hf": _load_hf}
     if engine not in loaders:
         raise ConfigError(
-            "SF-CAPTURE-ENGINE", f"capture engine {engine!r} is not available; this version captures with: {', '.join(loaders)}"
+            "SF-CAPTURE-ENGINE", f"capture engine {engine!r} is not available; choose one of: {', '.join(loaders)}"
         )
     return lambda contract: loaders[engine](contract, device, bound_target)
 
