@@ -1,0 +1,1 @@
+"""From conversation files to prompt sets: reading, rendering, loss masks, shards, vocabulary maps. No torch."""

@@ -1,0 +1,32 @@
+"""What `specctl demo` starts from: a real target and conversations it answered itself."""
+
+from pathlib import Path
+
+# Names a recipe may use instead of a path.
+DEMO_TARGET = "builtin:smollm2-135m-instruct"
+DEMO_CONVERSATIONS = "builtin:smollm2-demo"
+
+
+def demo_target_dir() -> Path:
+    """SmolLM2-135M-Instruct as a bf16 Hugging Face directory, converted once into the user's cache.
+
+    Raises HostError (SF-HOST-NO-GGUF, SF-HOST-DOWNLOAD, SF-HOST-GGUF-HASH).
+    """
+    from specfleet.target.smollm2 import smollm2_dir
+
+    return smollm2_dir()
+
+
+def demo_conversations() -> Path:
+    """The packaged slice: GSM8K train rows, and held-out rows of four sources (data/demo/README.md)."""
+    return Path(__file__).parent / "demo" / "smollm2-demo.jsonl.gz"
+
+
+def resolve_builtin(name: str) -> str:
+    """Turns DEMO_TARGET and DEMO_CONVERSATIONS into paths; anything else is returned as it is."""
+    match name:
+        case "builtin:smollm2-135m-instruct":
+            return str(demo_target_dir())
+        case "builtin:smollm2-demo":
+            return str(demo_conversations())
+    return name

@@ -1,0 +1,219 @@
+"""What the frozen target is: sizes, stop tokens and hashes, read from its directory. Imports no torch."""
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specfleet.config.features import feature_request
+from specfleet.config.models import RunConfig
+from specfleet.contracts.errors import ConfigError
+from specfleet.data.cache import sha256_file
+from specfleet.wire.records_pb2 import CaptureContract
+
+# Everything that decides which ids a text becomes. The first group holds the vocabulary: one of them must be there.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+_TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Facts of one target directory. `config` is config.json as parsed, `text_config` its language model part."""
+
+    path: Path
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    """Every id generation stops at: generation_config.json and config.json together, ascending."""
+    bos_token_id: int | None
+    tie_word_embeddings: bool
+    weights_hash: str
+    tokenizer_hash: str
+    config: dict[str, Any]
+    text_config: dict[str, Any]
+
+
+def read_target_facts(path: str | Path) -> TargetFacts:
+    """Reads a Hugging Face directory.
+
+    Raises ConfigError: SF-TARGET-MISSING (no such directory), SF-TARGET-NOT-A-MODEL (no usable config.json),
+    SF-TARGET-NO-WEIGHTS (no weight file, or a shard the index names is absent), SF-TARGET-NO-TOKENIZER.
+    """
+    directory = _directory(path)
+    config = _read_config(directory)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    generation_file = directory / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    weights = weight_files(directory)
+    return TargetFacts(
+        path=directory,
+        architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
+        hidden_size=_positive(text, "hidden_size", directory),
+        num_hidden_layers=_positive(text, "num_hidden_layers", directory),
+        vocab_size=_positive(text, "vocab_size", directory),
+        dtype=_dtype(config, text, weights),
+        eos_token_ids=_ids(generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id")),
+        bos_token_id=next(iter(_ids(text.get("bos_token_id", config.get("bos_token_id")))), None),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        weights_hash=_weights_hash(directory, weights),
+        tokenizer_hash=tokenizer_hash(directory),
+        config=config,
+        text_config=text,
+    )
+
+
+def build_contract(run_config: RunConfig, facts: TargetFacts) -> CaptureContract:
+    """What capture must produce for this run on this target. Raises ConfigError SF-CONFIG-LAYERS."""
+    request = feature_request(run_config.strategy, facts.num_hidden_layers)
+    return CaptureContract(
+        target=str(facts.path),
+        revision=run_config.model.revision,
+        weights_hash=facts.weights_hash,
+        tokenizer_hash=facts.tokenizer_hash,
+        layers=request.layers,
+        final_state=request.final_state,
+        dtype=run_config.model.dtype,
+        hidden_size=facts.hidden_size,
+        num_hidden_layers=facts.num_hidden_layers,
+        vocab_size=facts.vocab_size,
+        engine=run_config.capture.engine,
+        extras=sorted(set(run_config.capture.extras)),
+        trust_remote_code=run_config.model.trust_remote_code,
+    )
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """sha256 (hex) over names and contents of every file that decides tokens and chat format. Needs no weights."""
+    directory = _directory(path)
+    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+        raise ConfigError(
+            "SF-TARGET-NO-TOKENIZER",
+            f"{directory} has no tokenizer: none of {', '.join(VOCABULARY_FILES)} is there. Save the "
+            "tokenizer beside the weights (tokenizer.save_pretrained)",
+        )
+    # Model repositories may keep one template per name in a folder.
+    templates = sorted(str(p.relative_to(directory)) for p in directory.glob("additional_chat_templates/*.jinja"))
+    return _hash_files(directory, [name for name in (*_TOKENIZER_FILES, *templates) if (directory / name).is_file()])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The weight files a loader would read, by name: an index's shards, else model.safetensors, else what there is."""
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        index = directory / index_name
+        if not index.is_file():
+            continue
+        shards = sorted({str(name) for name in dict(_read_json(index).get("weight_map", {})).values()})
+        absent = [name for name in shards if not (directory / name).is_file()]
+        if absent or not shards:
+            shown = ", ".join(absent[:3]) + (" …" if len(absent) > 3 else "")
+            raise ConfigError(
+                "SF-TARGET-NO-WEIGHTS",
+                f"{index} names {len(shards)} weight files, {len(absent)} are missing: {shown}. Download them again",
+            )
+        return [directory / name for name in shards]
+    if (directory / "model.safetensors").is_file():
+        return [directory / "model.safetensors"]
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if found := sorted(directory.glob(pattern)):
+            return found
+    raise ConfigError(
+        "SF-TARGET-NO-WEIGHTS", f"{directory} has a config.json but no *.safetensors or pytorch_model*.bin"
+    )
+
+
+def _directory(path: str | Path) -> Path:
+    directory = Path(path).expanduser()
+    if not directory.exists():
+        raise ConfigError(
+            "SF-TARGET-MISSING",
+            f"target {str(path)!r} does not exist on this machine. Give the directory of a downloaded model "
+            "(config.json, *.safetensors, tokenizer.json)",
+        )
+    if not directory.is_dir():
+        raise ConfigError(
+            "SF-TARGET-NOT-A-MODEL", f"target {directory} is a file; give the directory that holds config.json"
+        )
+    return directory.resolve()
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not (directory / "config.json").is_file():
+        names = sorted(p.name for p in directory.iterdir())[:5]
+        raise ConfigError(
+            "SF-TARGET-NOT-A-MODEL",
+            f"{directory} has no config.json, so it is not a model (it holds: {', '.join(names) or 'nothing'})",
+        )
+    return _read_json(directory / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("SF-TARGET-NOT-A-MODEL", f"{path} is not readable JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("SF-TARGET-NOT-A-MODEL", f"{path} must hold an object, not {type(document).__name__}")
+    return document
+
+
+def _positive(text: dict[str, Any], key: str, directory: Path) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            "SF-TARGET-NOT-A-MODEL",
+            f"{directory / 'config.json'}: {key} is {value!r}; a causal language model needs it",
+        )
+    return value
+
+
+def _ids(*values: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for value in values:
+        found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int) and v >= 0)
+    return tuple(sorted(found))
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any], weights: list[Path]) -> str:
+    for part in (config, text):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key):
+                return str(part[key]).removeprefix("torch.")
+    # Old configs do not say: the first floating tensor of the first file does.
+    if weights[0].suffix == ".safetensors":
+        for tensor in safetensors_header(weights[0]).values():
+            if name := _SAFETENSORS_DTYPES.get(tensor.get("dtype", "")):
+                return name
+    return "float32"
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Tensor name → {dtype, shape, data_offsets} of a safetensors file, without reading any tensor."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error, OverflowError, MemoryError) as error:
+        raise ConfigError("SF-TARGET-NO-WEIGHTS", f"{path} is not a safetensors file: {error}") from error
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
+def _weights_hash(directory: Path, weights: list[Path]) -> str:
+    return _hash_files(directory, ["config.json", *(str(p.relative_to(directory)) for p in weights)])
+
+
+def _hash_files(directory: Path, names: list[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        path = directory / name
+        digest.update(f"{name}\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
