@@ -43,3 +43,14 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def drafter(self, embedding_VH: torch.Tensor) -> Drafter:
         """A fresh proposer that reads this module's weights. embedding_VH: the target's input embedding."""
+
+    def chain_hits(
+        self, input_ids_BT: torch.Tensor, aux_BTK: torch.Tensor, embedding_VH: torch.Tensor, k: int
+    ) -> torch.Tensor:
+        """[B, T, k] bool: from row t, are guesses 0 … i all equal to the text x_{t+2} … x_{t+2+i}?
+
+        Up to the first wrong guess a greedy chain is fed exactly the text, so one teacher-forced pass answers for every
+        row what `Drafter.propose` would be accepted for. Past the end of a sequence the answer is False; rows in padding
+        hold nothing meaningful.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no batched chain; walk its drafter instead")

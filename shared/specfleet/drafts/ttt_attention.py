@@ -1,0 +1,152 @@
+"""Attention of a training-time-test rollout (EAGLE-3, arXiv 2503.01840 §3.2): causal prefix plus each row's own step keys.
+
+At step i, row t attends to prefix keys 0..t (made from target states at step 0) and to the keys that row t itself made at
+steps 1..i. The prefix part is ordinary causal attention, so it runs on the flash kernels torch ships; the i diagonal terms
+are merged into it by their log-sum-exp. Memory is O(rows), and no mask is ever built.
+"""
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def ttt_attention(
+    q_RNd: torch.Tensor,
+    prefix_k_BNTd: torch.Tensor,
+    prefix_v_BNTd: torch.Tensor,
+    rows_R: torch.Tensor,
+    step_keys: list[torch.Tensor],
+    step_values: list[torch.Tensor],
+) -> torch.Tensor:
+    """Attention output [R, n_q, d] of R rows of a padded batch.
+
+    rows_R: flat indices b·T + t, ascending. prefix_k, prefix_v: keys and values repeated to n_q heads. step_keys,
+    step_values: one [R, n_kv, d] tensor per step 1..i, of the same rows.
+    """
+    keys = torch.stack(step_keys) if step_keys else None
+    values = torch.stack(step_values) if step_values else None
+    return _TttAttention.apply(q_RNd, prefix_k_BNTd, prefix_v_BNTd, rows_R, keys, values)
+
+
+class _TttAttention(torch.autograd.Function):
+    """Backward hands the *merged* output and log-sum-exp to the flash backward kernel.
+
+    That kernel uses them only through P = exp(s − lse) and D = Σ dO·O, both of which are then those of the whole softmax,
+    so the prefix gradients come out exact.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, rows: torch.Tensor,
+        keys: torch.Tensor | None, values: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        scale = q.shape[-1] ** -0.5
+        q_pad = _scatter(q, rows, k0)
+        out, lse, extra = _prefix_forward(q_pad, k0, v0, scale)
+        if keys is None or values is None:
+            ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, *extra)
+            ctx.diagonal = False
+            return _gather(out, rows)
+        # Merge in fp32: log-sum-exps of long prefixes need it.
+        lse_R = lse.transpose(1, 2).reshape(-1, lse.shape[1])[rows]
+        scores = _scores(q, keys, scale)
+        merged = torch.logsumexp(torch.cat((lse_R[None], scores)), dim=0)
+        weights = torch.exp(scores - merged)
+        wide = lse.dtype
+        result = _gather(out, rows).to(wide) * torch.exp(lse_R - merged)[..., None]
+        result = (result + _weighted_values(weights, values)).to(q.dtype)
+        out, lse = out.clone(), lse.clone()
+        out.transpose(1, 2)[rows // k0.shape[2], rows % k0.shape[2]] = result
+        lse.transpose(1, 2)[rows // k0.shape[2], rows % k0.shape[2]] = merged
+        ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, keys, values, weights, *extra)
+        ctx.diagonal = True
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_pad, k0, v0, out, lse, rows, *rest = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        scale = q_pad.shape[-1] ** -0.5
+        extra = rest[3:] if ctx.diagonal else rest
+        dq_pad, dk0, dv0 = _prefix_backward(_scatter(grad, rows, k0), q_pad, k0, v0, out, lse, scale, extra)
+        dq = _gather(dq_pad, rows)
+        if not ctx.diagonal:
+            return dq, dk0, dv0, None, None, None
+        keys, values, weights = rest[:3]
+        groups = q_pad.shape[1] // keys.shape[2]
+        wide = weights.dtype
+        grad_w, out_R = grad.to(wide), _gather(out, rows).to(wide)
+        # J steps, R rows, heads split into (kv head, group).
+        w = weights.unflatten(-1, (-1, groups))
+        grad_g = grad_w.unflatten(1, (-1, groups))
+        q_g = _gather(q_pad, rows).to(wide).unflatten(1, (-1, groups))
+        d_values = torch.einsum("jrhg,rhgd->jrhd", w, grad_g)
+        d_weights = torch.einsum("rhgd,jrhd->jrhg", grad_g, values.to(wide))
+        d_scores = w * (d_weights - (grad_w * out_R).sum(-1).unflatten(1, (-1, groups))) * scale
+        d_keys = torch.einsum("jrhg,rhgd->jrhd", d_scores, q_g)
+        dq = dq.to(wide) + torch.einsum("jrhg,jrhd->rhgd", d_scores, keys.to(wide)).flatten(1, 2)
+        return dq.to(q_pad.dtype), dk0, dv0, None, d_keys.to(keys.dtype), d_values.to(values.dtype)
+
+
+def _scores(q_RNd: torch.Tensor, keys_JRHd: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled diagonal scores [J, R, n_q], at least fp32."""
+    wide = torch.promote_types(q_RNd.dtype, torch.float32)
+    q = q_RNd.to(wide).unflatten(1, (keys_JRHd.shape[2], -1))
+    return torch.einsum("rhgd,jrhd->jrhg", q, keys_JRHd.to(wide)).flatten(2) * scale
+
+
+def _weighted_values(weights_JRN: torch.Tensor, values_JRHd: torch.Tensor) -> torch.Tensor:
+    w = weights_JRN.unflatten(-1, (values_JRHd.shape[2], -1))
+    return torch.einsum("jrhg,jrhd->rhgd", w, values_JRHd.to(weights_JRN.dtype)).flatten(1, 2)
+
+
+def _scatter(x_RNd: torch.Tensor, rows_R: torch.Tensor, like_BNTd: torch.Tensor) -> torch.Tensor:
+    """Rows → padded [B, n_q, T, d], zero elsewhere."""
+    batch, heads, length, dim = like_BNTd.shape
+    padded = x_RNd.new_zeros(batch * length, heads, dim)
+    padded[rows_R] = x_RNd
+    return padded.view(batch, length, heads, dim).transpose(1, 2)
+
+
+def _gather(x_BNTd: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    return x_BNTd.transpose(1, 2).reshape(-1, x_BNTd.shape[1], x_BNTd.shape[3])[rows_R]
+
+
+def _prefix_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Causal attention with its log-sum-exp [B, n_q, T]; the third part is what the matching backward kernel wants."""
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        return out, lse, ()
+    if _flash_fits(q):
+        result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+        return result[0], result[1], (result[6], result[7])
+    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
+    return out, lse[..., : q.shape[2]], (seed, offset)
+
+
+def _prefix_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    scale: float, extra: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True, scale=scale
+        )
+    length = q.shape[2]
+    if _flash_fits(q):
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, length, length, 0.0, True, *extra, scale=scale
+        )
+    # This kernel wants log-sum-exps padded to whole blocks of 32 rows.
+    padded = torch.nn.functional.pad(lse, (0, -length % 32), value=torch.inf)
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, padded, *extra, 0.0, [True, True, True, False], True, scale=scale
+    )[:3]
+
+
+def _flash_fits(q: torch.Tensor) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
