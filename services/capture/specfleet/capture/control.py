@@ -56,7 +56,7 @@ class Control:
         await self._call(self._stub.ConfirmReleases, request, math.inf)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(grace=None)
 
     async def _call(self, method: Any, request: Any, retry_s: float) -> Any:
         give_up_at = time.monotonic() + retry_s

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import socket
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -95,11 +97,11 @@ async def _open_store(url: str, stop: asyncio.Event) -> FeatureStore | None:
     return None
 
 
-async def _unless(stop: asyncio.Event, coroutine: "asyncio.Future[None] | object") -> bool:
+async def _unless(stop: asyncio.Event, coroutine: Coroutine[Any, Any, Any]) -> bool:
     """Awaits the coroutine; False when `stop` came first (the coroutine is cancelled then)."""
-    task: asyncio.Future[None] = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    task = asyncio.create_task(coroutine)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not task.done():
         task.cancel()
