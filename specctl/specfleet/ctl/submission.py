@@ -1,0 +1,86 @@
+"""From a run configuration to what the coordinator is asked: resolved paths, a prepared prompt set, a capture contract."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from specfleet.config import RunConfig, dump_config, load_config
+from specfleet.contracts.errors import DataError
+from specfleet.contracts.ids import check_run_id, new_run_id
+from specfleet.data.demo import resolve_builtin
+from specfleet.wire.run_pb2 import SubmitRunRequest
+
+
+def absolute_paths(config: RunConfig) -> RunConfig:
+    """Built-in names become paths and local paths absolute: the services read them from other working directories."""
+    target = _target(config.model.target)
+    data, gate, deployment = config.data, config.gate, config.deployment
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"target": target}),
+            "data": data.model_copy(
+                update={
+                    "train": [_absolute(path) for path in data.train],
+                    "prompt_set": _absolute(data.prompt_set) if data.prompt_set else "",
+                }
+            ),
+            "gate": gate.model_copy(update={"eval": [_absolute(path) for path in gate.eval]}),
+            "deployment": deployment.model_copy(update={"output_dir": _absolute(deployment.output_dir)}),
+        }
+    )
+
+
+def _target(name: str) -> str:
+    """A directory as an absolute path; anything else may be a hub id and stays as it is."""
+    name = resolve_builtin(name)
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_dir() else name
+
+
+def _absolute(path: str) -> str:
+    return str(Path(resolve_builtin(path)).expanduser().resolve())
+
+
+def build_submission(
+    path: Path, overrides: Sequence[str], run_id: str, *, report: Callable[[str], None] = lambda line: None
+) -> SubmitRunRequest:
+    """Reads and checks the configuration, prepares the prompt set on this machine, and writes the contract.
+
+    Raises ConfigError or DataError (exit code 2) for anything the user can correct.
+    """
+    config = absolute_paths(load_config(path, overrides))
+    run_id = check_run_id(run_id or config.run_id or new_run_id(config.strategy.name))
+    return submission(config.model_copy(update={"run_id": run_id}), report=report)
+
+
+def submission(config: RunConfig, *, report: Callable[[str], None] = lambda line: None) -> SubmitRunRequest:
+    """The request for a configuration whose paths are absolute and whose run id is set."""
+    from specfleet.target.facts import build_contract, read_target_facts
+
+    facts = read_target_facts(config.model.target)
+    contract = build_contract(config, facts)
+    prompt_set = config.data.prompt_set or _prepare(config, report)
+    if not (Path(prompt_set) / "manifest.json").is_file():
+        raise DataError(
+            "SF-DATA-PROMPT-SET", f"data.prompt_set {prompt_set} holds no manifest.json; make one with specctl data prepare"
+        )
+    return SubmitRunRequest(
+        config_yaml=dump_config(config), prompt_set_uri=prompt_set, contract=contract, run_id=config.run_id
+    )
+
+
+def _prepare(config: RunConfig, report: Callable[[str], None]) -> str:
+    from specfleet.ctl.prompts import prepare_files
+
+    data = config.data
+    prompt_set = prepare_files(
+        data.train,
+        config.model.target,
+        Path(config.deployment.output_dir) / "prompt-sets",
+        max_length=data.max_length,
+        max_response_tokens=data.max_response_tokens,
+        max_samples=data.max_samples,
+        where=data.filter,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    report(f"prompt set {prompt_set.digest[:16]}: {len(prompt_set):,} prompts in {prompt_set.path}")
+    return str(prompt_set.path)
