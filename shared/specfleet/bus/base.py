@@ -1,4 +1,4 @@
-"""The one interface to the message bus (docs/design.md §5). Backends: JetStream (bus/jetstream.py), in-memory (bus/memory.py)."""
+"""The one interface to the message bus (docs/design.md §4). Backends: bus/jetstream.py, and in memory bus/memory.py."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -7,7 +7,8 @@ from typing import Protocol
 
 # References only: anything larger is a tensor or a mistake. A longer prompt travels through the store.
 MAX_MESSAGE_BYTES = 256 * 1024
-MAX_PROMPT_BYTES = 1024 * 1024
+# nats-server takes 1 MiB with headers and closes the connection of whoever sends more; the headers fit into 4 KiB.
+MAX_PROMPT_BYTES = 1024 * 1024 - 4096
 
 
 class Message(Protocol):
@@ -41,7 +42,7 @@ class StreamInfo:
 class Bus(ABC):
     @abstractmethod
     async def connect(self) -> None:
-        """Connects (retrying for ever with back-off) and creates or updates the streams of docs/design.md §5."""
+        """Connects (retrying for ever with back-off) and creates or updates the streams of docs/design.md §4."""
 
     @abstractmethod
     async def publish(self, subject: str, data: bytes, *, message_id: str = "") -> None:
@@ -55,7 +56,9 @@ class Bus(ABC):
         """(subject, data, message_id) each; returns when all are stored. Pipelined."""
 
     @abstractmethod
-    async def subscribe(self, subject: str, durable: str, *, max_ack_pending: int = 4096, ack_wait_s: float = 60.0) -> Subscription:
+    async def subscribe(
+        self, subject: str, durable: str, *, max_ack_pending: int = 4096, ack_wait_s: float = 60.0
+    ) -> Subscription:
         """A durable pull consumer filtered by subject (wildcards allowed) on a work-queue stream."""
 
     @abstractmethod
