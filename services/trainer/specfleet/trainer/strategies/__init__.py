@@ -1,0 +1,1 @@
+"""Training strategies: one folder each, one table."""

@@ -1,0 +1,95 @@
+"""Stored features → one padded batch with the indices of every supervised row. CPU only, runs in the prefetch thread.
+
+Shapes: B samples, T padded length, S rollout steps, U distinct teacher rows, R_i supervised rows of step i.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+MaskAlign = Literal["strict", "input", "compat"]
+
+
+def supervised(loss_mask_T: torch.Tensor, steps: int, align: MaskAlign) -> torch.Tensor:
+    """[S, T] bool: does row t of rollout step i count in the loss?
+
+    Row t of step i is fed x_{t+1+i} and judged by the teacher's prediction of x_{t+2+i}, so its teacher row t+1+i must
+    exist in every mode. strict: all of x_{t+1} … x_{t+2+i} are supervised, which keeps rollouts inside one answer and
+    trains the first situation met at inference. input: x_{t+1+i} is. compat: x_{t+i} is, the last token never (the rows
+    other trainers use; kept for comparisons).
+    """
+    length = len(loss_mask_T)
+    mask = torch.zeros(length + steps + 2, dtype=torch.bool)
+    mask[:length] = loss_mask_T.bool()
+    if align == "compat":
+        mask[length - 1] = False
+    result = torch.zeros(steps, length, dtype=torch.bool)
+    run = mask[1 : length + 1].clone()
+    for step in range(steps):
+        match align:
+            case "strict":
+                run &= mask[2 + step : length + 2 + step]
+                result[step] = run
+            case "input":
+                result[step] = mask[1 + step : length + 1 + step]
+            case "compat":
+                result[step] = mask[step : length + step]
+        result[step, max(length - 1 - step, 0) :] = False
+    return result
+
+
+def collate(
+    samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskAlign
+) -> dict[str, torch.Tensor]:
+    """One micro-batch.
+
+    input_ids [B, T] int64 · aux_states [B, T, K·H] · teacher_states [U, H] (final states of rows some step is judged by) ·
+    teacher_argmax [U], teacher_lse [U] (when captured) · rows [ΣR_i], teacher_of [ΣR_i], row_counts [S]: flat row b·T + t
+    and teacher row of every supervised row, step after step · active, active_counts: rows each step must compute because it
+    or a later step is supervised there · num_tokens, num_loss_tokens (scalars).
+    """
+    lengths = [int(sample["input_ids"].shape[0]) for sample in samples]
+    length = max(lengths)
+    ids = torch.zeros(len(samples), length, dtype=torch.int64)
+    aux = samples[0]["aux_states"].new_zeros(len(samples), length, samples[0]["aux_states"].shape[1])
+    masks = torch.zeros(steps, len(samples), length, dtype=torch.bool)
+    for index, (sample, n) in enumerate(zip(samples, lengths, strict=True)):
+        ids[index, :n] = sample["input_ids"]
+        aux[index, :n] = sample["aux_states"]
+        masks[:, index, :n] = supervised(sample["loss_mask"], steps, align)
+
+    flat = masks.flatten(1)
+    needed = flat.flip(0).cummax(0).values.flip(0) if steps else flat
+    rows = [mask.nonzero().flatten() for mask in flat]
+    active = [mask.nonzero().flatten() for mask in needed]
+    # Row t of step i is judged by row t + 1 + i of the same sample; the flat index moves by the same amount.
+    judges = torch.cat([index + 1 + step for step, index in enumerate(rows)])
+    unique, teacher_of = torch.unique(judges, return_inverse=True)
+    batch = {
+        "input_ids": ids,
+        "aux_states": aux,
+        "rows": torch.cat(rows),
+        "teacher_of": teacher_of,
+        "row_counts": torch.tensor([len(index) for index in rows]),
+        "active": torch.cat(active),
+        "active_counts": torch.tensor([len(index) for index in active]),
+        "num_tokens": torch.tensor(sum(lengths)),
+        "num_loss_tokens": torch.tensor(sum(int(sample["loss_mask"].sum()) for sample in samples)),
+    }
+    batch["teacher_states"] = _select(samples, "final_state", lengths, length, unique)
+    for name in ("teacher_argmax", "teacher_lse"):
+        if name in samples[0]:
+            batch[name] = _select(samples, name, lengths, length, unique)
+    return batch
+
+
+def _select(
+    samples: Sequence[dict[str, torch.Tensor]], name: str, lengths: Sequence[int], padded: int, flat: torch.Tensor
+) -> torch.Tensor:
+    """Rows `flat` (b·T + t, ascending) of a feature, without padding it first."""
+    bounds = torch.searchsorted(flat, torch.arange(len(lengths) + 1) * padded).tolist()
+    parts = [
+        sample[name][flat[bounds[index] : bounds[index + 1]] - index * padded] for index, sample in enumerate(samples)
+    ]
+    return torch.cat(parts)

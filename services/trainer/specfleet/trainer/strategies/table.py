@@ -1,0 +1,34 @@
+"""The one table of training strategies."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specfleet.config.models import RunConfig
+from specfleet.trainer.strategies.base import Strategy
+from specfleet.trainer.strategies.eagle3 import build_eagle3
+from specfleet.wire.records_pb2 import CaptureContract
+
+if TYPE_CHECKING:
+    from specfleet.data.prompt_set import PromptSet
+
+Builder = Callable[[RunConfig, CaptureContract, Path, "PromptSet", int, torch.device, torch.dtype], Strategy]
+
+STRATEGIES: dict[str, Builder] = {
+    "eagle3": build_eagle3,
+}
+
+
+def build_strategy(
+    config: RunConfig,
+    contract: CaptureContract,
+    target_dir: Path,
+    prompt_set: "PromptSet",
+    total_steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Strategy:
+    """The strategy a run names, its draft freshly initialised. total_steps: the optimizer steps of the whole run."""
+    return STRATEGIES[config.strategy.name](config, contract, target_dir, prompt_set, total_steps, device, dtype)
