@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from specfleet.capture.batching import MAX_FETCH, FetchSize, padding_share, plan_batches
 
 

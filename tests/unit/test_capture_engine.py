@@ -1,9 +1,11 @@
-"""The hf engine on a tiny target: exact tensors, isolated items, measured facts; and the checks every engine passes through."""
+"""The hf engine on a tiny target: exact tensors, isolated items, measured facts; and the checks of every engine."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from specfleet.capture.engines.base import check_task, complete
 from specfleet.capture.engines.hf import HFEngine
 from specfleet.capture.engines.table import engine_loader
@@ -12,7 +14,6 @@ from specfleet.contracts.errors import CaptureItemError, ConfigError
 from specfleet.contracts.ids import task_key
 from specfleet.target.facts import read_target_facts
 from specfleet.wire.records_pb2 import CaptureContract, PromptTask, TaskAttempt
-from transformers import AutoModelForCausalLM
 
 LAYERS = (1, 2, 4)
 

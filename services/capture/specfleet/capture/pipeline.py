@@ -39,7 +39,8 @@ T = TypeVar("T")
 # Far above the slowest batch, and extended while work is in hand: redelivery is for dead workers only.
 ACK_WAIT_S = 60.0
 KEEP_ALIVE_S = ACK_WAIT_S / 4
-FETCH_WAIT_S = 1.0
+# Bounds how late a fetch notices that the worker should stop.
+FETCH_WAIT_S = 0.5
 # Repeats of one call to the coordinator before looking whether the worker should stop.
 RETRY_S = 3.0
 IDLE_S = 0.2

@@ -16,7 +16,7 @@ from specfleet.wire.records_pb2 import Release
 log = structlog.get_logger()
 
 MAX_FETCH = 64
-FETCH_WAIT_S = 1.0
+FETCH_WAIT_S = 0.5
 # An object may be under a read lease for some seconds (Mooncake); sooner is pointless.
 RETRY_S = 2.0
 

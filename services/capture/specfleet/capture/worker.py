@@ -188,7 +188,7 @@ class Worker:
             try:
                 await self._run_pipeline(engine, contract)
             finally:
-                self._engine, self._accepted = None, False
+                self._engine, self._accepted, self._limits.may_pull = None, False, False
                 await asyncio.to_thread(engine.close)
 
     async def _run_pipeline(self, engine: Engine, contract: CaptureContract) -> None:
