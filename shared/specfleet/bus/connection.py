@@ -24,13 +24,12 @@ _REPEAT_LOG_AFTER_S = 30.0
 
 # Errors that a running server, or one that comes back, makes go away.
 TRANSIENT = (
-    nats.errors.TimeoutError,
+    TimeoutError,
     nats.errors.NoServersError,
     nats.errors.NoRespondersError,
     nats.errors.OutboundBufferLimitError,
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
-    nats.errors.FlushTimeoutError,
     nats.js.errors.NoStreamResponseError,
     nats.js.errors.ServiceUnavailableError,
     nats.js.errors.ServerError,

@@ -16,6 +16,7 @@ from specfleet.bus.base import Bus, StreamInfo, Subscription
 from specfleet.bus.connection import TRANSIENT, Connection, parse_servers
 from specfleet.bus.follow import follow_stream
 from specfleet.bus.pull import Puller
+from specfleet.bus.replies import Replies
 from specfleet.bus.streams import (
     DUPLICATE_WINDOW_S,
     STREAMS,
@@ -30,8 +31,7 @@ from specfleet.contracts.errors import HostError, UnreachableError
 
 log = structlog.get_logger()
 
-# Shorter than the time a restarted server takes to be back under load, longer than any healthy answer: a request that
-# died with the server is sent again soon, and the message id makes sending it again harmless.
+# Longer than any healthy answer. The message id makes sending again harmless.
 REQUEST_TIMEOUT_S = 2.0
 # Requests in flight of one publish_many: 64 saturate one server on two cores; bytes stay below the client's buffer.
 _WINDOW_MESSAGES = 128
@@ -43,12 +43,12 @@ class JetStreamBus(Bus):
 
     def __init__(self, url: str) -> None:
         servers, self._replicas = parse_servers(url)
-        self._connection = Connection(servers, self._wake_pullers)
+        self._connection = Connection(servers, self._after_reconnect)
         self._jetstream: JetStreamContext = self._connection.client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        self._replies = Replies(self._connection.client)
         self._pullers: set[Puller] = set()
         self._ensuring = asyncio.Lock()
         self._ensured_at = -1.0
-        self._closed = False
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -56,6 +56,7 @@ class JetStreamBus(Bus):
 
     async def connect(self) -> None:
         await self._connection.open()
+        await self._replies.open()
         await self.ensure_streams()
 
     async def publish(self, subject: str, data: bytes, *, message_id: str = "") -> None:
@@ -74,9 +75,7 @@ class JetStreamBus(Bus):
     async def _store(self, subject: str, data: bytes, message_id: str) -> None:
         for pause_s in pauses():
             try:
-                await self._jetstream.publish(
-                    subject, data, timeout=REQUEST_TIMEOUT_S, headers={"Nats-Msg-Id": message_id}
-                )
+                await self._replies.store(subject, data, message_id, REQUEST_TIMEOUT_S)
                 return
             except nats.js.errors.NoStreamResponseError:
                 # Nobody listens on the subject: the server lost its streams, or JetStream is not up yet.
@@ -146,7 +145,6 @@ class JetStreamBus(Bus):
         raise AssertionError("the pauses never end")
 
     async def close(self) -> None:
-        self._closed = True
         await self._connection.close()
 
     async def ensure_streams(self) -> None:
@@ -200,7 +198,8 @@ class JetStreamBus(Bus):
         with suppress(nats.errors.Error):
             await puller.close()
 
-    def _wake_pullers(self) -> None:
+    def _after_reconnect(self) -> None:
+        self._replies.interrupt()
         for puller in self._pullers:
             puller.wake()
 

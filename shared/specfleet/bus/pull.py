@@ -42,6 +42,10 @@ class Puller:
         if not self._client.is_closed:
             await self._subscription.unsubscribe()
 
+    @property
+    def connected(self) -> bool:
+        return bool(self._client.is_connected)
+
     def wake(self) -> None:
         """The connection was re-established."""
         self._queue.put_nowait(None)

@@ -70,7 +70,7 @@ def _usable(token: str, spec: StreamSpec) -> bool:
 
 
 def check_message(subject: str, data: bytes, message_id: str) -> StreamSpec:
-    """What every publish passes. Raises TypeError for anything but bytes, ValueError for size, subject or message id."""
+    """Every publish passes here. Raises TypeError for anything but bytes; ValueError for size, subject, message id."""
     if not isinstance(data, bytes):
         # The bus's one rule on content: references are serialised bytes, tensors travel through the store.
         raise TypeError(

@@ -1,6 +1,7 @@
 """A durable pull subscription on JetStream that outlives its server's restarts and losses."""
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import nats.errors
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 # The server answers a request without waiting time at once; and one with a waiting time when that is over.
-_ANSWER_GRACE_S = 1.0
+_ANSWER_GRACE_S = 0.5
+# Other holders of the durable may have used up max_ack_pending; then the rest of a burst never comes.
+_BURST_S = 0.1
 
 
 class JetStreamMessage:
     """One delivered message. Acks are sent without waiting for an answer: a lost one means a redelivery."""
 
-    def __init__(self, message: Msg) -> None:
+    def __init__(self, message: Msg, held: "Held") -> None:
         self._message = message
+        self._held = held
         self._ended = False
         self.data: bytes = message.data
         self.subject: str = message.subject
@@ -40,12 +44,14 @@ class JetStreamMessage:
 
     async def in_progress(self) -> None:
         if not self._ended:
+            self._held.renew(self)
             await self._send(b"+WPI")
 
     async def _end(self, verdict: bytes) -> None:
         if self._ended:
             return
         self._ended = True
+        self._held.remove(self)
         await self._send(verdict)
 
     async def _send(self, body: bytes) -> None:
@@ -56,14 +62,40 @@ class JetStreamMessage:
             log.debug("ack not sent; the message will be redelivered", subject=self.subject, error=str(error))
 
 
+class Held:
+    """Messages of one subscription that are neither ended nor past their ack_wait."""
+
+    def __init__(self, ack_wait_s: float) -> None:
+        self._ack_wait_s = ack_wait_s
+        self._until: dict[JetStreamMessage, float] = {}
+
+    def __len__(self) -> int:
+        now = time.monotonic()
+        for message in [message for message, until in self._until.items() if until <= now]:
+            del self._until[message]
+        return len(self._until)
+
+    def renew(self, message: JetStreamMessage) -> None:
+        self._until[message] = time.monotonic() + self._ack_wait_s
+
+    def remove(self, message: JetStreamMessage) -> None:
+        self._until.pop(message, None)
+
+
 class PullSubscription(Subscription):
+    """One fetch at a time; several subscriptions, in one process or many, may share a durable."""
+
     def __init__(self, bus: "JetStreamBus", stream: str, config: api.ConsumerConfig, puller: Puller) -> None:
         assert config.durable_name is not None
+        assert config.ack_wait is not None
+        assert config.max_ack_pending is not None
         self._bus = bus
         self._stream = stream
         self._config = config
         self._durable = config.durable_name
         self._puller = puller
+        self._held = Held(config.ack_wait)
+        self._max_held = config.max_ack_pending
         self._closed = False
 
     async def fetch(self, max_messages: int, timeout_s: float) -> list[Message]:
@@ -73,36 +105,52 @@ class PullSubscription(Subscription):
         deadline = loop.time() + timeout_s
         taken: list[Message] = []
         while len(taken) < max_messages and (late := self._puller.buffered()) is not None:
-            taken.append(JetStreamMessage(late))
+            taken.append(self._hold(late))
         while not self._closed:
+            if not taken and not self._puller.connected:
+                # A request sent now would only pile up with others until the connection is back.
+                if await self._puller.next(deadline) is Outcome.TIMEOUT:
+                    break
+                continue
             outcome = await self._take(taken, max_messages, 0.0)
             if not taken and outcome is Outcome.DONE and loop.time() < deadline:
                 # Nothing is there: wait for one message, then take what came with it.
                 outcome = await self._take(taken, 1, deadline - loop.time())
-                if taken and max_messages > 1:
+                if taken:
                     await self._take(taken, max_messages, 0.0)
             if taken or loop.time() >= deadline:
-                return taken
-            if outcome in (Outcome.GONE, Outcome.RECONNECTED):
+                break
+            if outcome in (Outcome.GONE, Outcome.RECONNECTED) and not self._closed:
                 await self._restore_until(deadline)
         return taken
 
+    def _hold(self, message: Msg) -> JetStreamMessage:
+        held = JetStreamMessage(message, self._held)
+        self._held.renew(held)
+        return held
+
     async def _take(self, taken: list[Message], limit: int, wait_s: float) -> Outcome:
         """One pull request: up to limit messages in all; waits up to wait_s for them."""
-        loop = asyncio.get_running_loop()
+        # The server answers a request that max_ack_pending cuts short neither with more messages nor with a status.
+        batch = min(limit - len(taken), self._max_held - len(self._held))
+        if batch <= 0 and wait_s > 0:
+            batch = 1  # waits at the server until an ack, or an expired ack_wait, makes room
+        if batch <= 0:
+            return Outcome.DONE
         try:
-            if len(taken) < limit:
-                await self._puller.request(self._stream, self._durable, limit - len(taken), wait_s)
+            await self._puller.request(self._stream, self._durable, batch, wait_s)
         except nats.errors.ConnectionClosedError as error:
             raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
         except TRANSIENT:
             return Outcome.TIMEOUT
-        give_up_at = loop.time() + wait_s + _ANSWER_GRACE_S
-        while len(taken) < limit:
-            received = await self._puller.next(give_up_at)
+        deadline = asyncio.get_running_loop().time() + wait_s + _ANSWER_GRACE_S
+        for _ in range(batch):
+            received = await self._puller.next(deadline)
             if isinstance(received, Outcome):
                 return received
-            taken.append(JetStreamMessage(received))
+            taken.append(self._hold(received))
+            # Messages of one request come in one burst.
+            deadline = asyncio.get_running_loop().time() + _BURST_S
         return Outcome.DONE
 
     async def _restore_until(self, deadline: float) -> None:
@@ -122,8 +170,8 @@ class PullSubscription(Subscription):
             except nats.js.errors.BadRequestError as error:
                 raise HostError(
                     "SF-BUS-CONSUMER",
-                    f"durable {self._durable!r} with filter {self._config.filter_subject!r} cannot be created on stream "
-                    f"{self._stream}: {error.description}; each subject of a work queue has one durable",
+                    f"durable {self._durable!r} with filter {self._config.filter_subject!r} cannot be created on "
+                    f"stream {self._stream}: {error.description}; each subject of a work queue has one durable",
                 ) from error
             except nats.errors.ConnectionClosedError as error:
                 raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
@@ -138,4 +186,5 @@ class PullSubscription(Subscription):
 
     async def close(self) -> None:
         self._closed = True
+        self._puller.wake()
         await self._bus.close_puller(self._puller)
