@@ -1,0 +1,117 @@
+"""Drafts as Hugging Face directories in the layouts of serving engines, checked against the engines' loader tables."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from specfleet.contracts.errors import ExportError
+from specfleet.drafts.base import Draft
+from specfleet.drafts.export.card import render_card, write_acceptance
+from specfleet.drafts.export.layouts import LAYOUTS, detect_layout, find_layout
+from specfleet.drafts.export.tables import check_against_table
+from specfleet.drafts.registry import build_draft
+
+__all__ = ["LAYOUTS", "Exported", "export_draft", "load_export", "weights_hash", "write_acceptance"]
+
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """files: names inside directory. weights_hash: see `weights_hash`."""
+
+    directory: Path
+    layout: str
+    files: tuple[str, ...]
+    weights_hash: str
+
+
+def export_draft(
+    draft: Draft,
+    layout: str,
+    out_dir: str | Path,
+    *,
+    facts: Mapping[str, str] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    embedding_VH: torch.Tensor | None = None,
+) -> Exported:
+    """Writes config.json, model.safetensors and README.md; replaces an earlier export there, and nothing else.
+
+    layout: "sglang" or "vllm". facts: provenance for the model card. embedding_VH: the target's embedding, for engines
+    whose loader may read it from the draft; most take the target's own.
+    Raises ExportError SF-EXPORT-LAYOUT, SF-EXPORT-TENSORS, SF-EXPORT-NONFINITE or SF-EXPORT-EXISTS.
+    """
+    form = find_layout(draft.kind, layout)
+    config = form.describe(draft.config, dtype)
+    tensors = {form.exported_name(name): _stored(tensor, dtype) for name, tensor in draft.state_dict().items()}
+    if embedding_VH is not None:
+        tensors["embed_tokens.weight"] = _stored(embedding_VH, dtype)
+    where = f"{draft.kind} export for {layout}"
+    check_against_table(tensors, form.table(config), where)
+    _check_finite(tensors, where)
+    digest = weights_hash(tensors)
+    target = Path(out_dir).absolute()
+    if target.exists() and any(target.iterdir()) and not (target / _WEIGHTS).is_file():
+        raise ExportError("SF-EXPORT-EXISTS", f"{target} holds something that is not an export; choose another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed, so that a reader never meets half an export.
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        save_file(tensors, partial / _WEIGHTS, metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(render_card(draft.kind, layout, digest, facts or {}), encoding="utf-8")
+        os.chmod(partial, 0o755)  # mkdtemp makes it private
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Exported(target, layout, tuple(sorted(path.name for path in target.iterdir())), digest)
+
+
+def load_export(directory: str | Path) -> Draft:
+    """The draft of an export in any known layout, fp32 on the CPU; strict against the engine's loader table.
+
+    Raises ExportError SF-EXPORT-MISSING, SF-EXPORT-UNKNOWN or SF-EXPORT-TENSORS, ConfigError SF-DRAFT-CONFIG.
+    """
+    folder = Path(directory)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / _WEIGHTS)
+    except Exception as error:  # safetensors raises its own untyped error for foreign files
+        raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
+    layout = detect_layout(config, str(folder))
+    check_against_table(tensors, layout.table(config), str(folder))
+    tensors.pop("embed_tokens.weight", None)  # the decoder brings the target's
+    draft = build_draft(layout.kind, layout.parse(config))
+    draft.load_state_dict({layout.module_name(name): tensor for name, tensor in tensors.items()}, strict=True)
+    return draft.eval()
+
+
+def weights_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """sha256 (hex) over names, dtypes, shapes and bytes, in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if bad:
+        raise ExportError("SF-EXPORT-NONFINITE", f"{where}: NaN or infinite weights in {', '.join(bad)}; use another checkpoint")
