@@ -1,4 +1,4 @@
-"""The one interface to feature storage. Backends: Mooncake, a shared directory, and an in-memory twin (store/factory.py)."""
+"""The one interface to feature storage. Backends: Mooncake, a directory, and an in-memory twin (store/factory.py)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,26 @@ class StoreStats:
 class FeatureStore(ABC):
     """Write-once objects under attempt-unique keys. Blocking calls; services run them in a thread.
 
-    Everything in it may vanish: a missing, short or altered object raises FeatureLostError and the ledger captures it again.
+    Everything in it may vanish: a missing, short or altered object raises FeatureLostError and the ledger captures it
+    again. Every method may be called from several threads at once.
     """
 
     name: str
     """Name of the pool; the first part of every key."""
 
+    def empty(self, shape: Sequence[int], dtype: "torch.dtype") -> "torch.Tensor":
+        """An uninitialised CPU tensor that put() moves fastest: a backend may give memory it need not copy."""
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype)
+
     @abstractmethod
     def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
         """Writes each tensor under feature_key(name, attempt, feature) and verifies its stored length.
 
-        Tensors are contiguous CPU tensors of any dtype in contracts.capture.DTYPE_BYTES. Returns one spec per tensor, with
-        the xxh3-64 checksum of its bytes, in the mapping's order. On any failure nothing of this sample stays behind.
-        Raises StoreFullError when the pool has no room (back-pressure), StoreError otherwise.
+        Tensors are contiguous, non-empty CPU tensors of any dtype in contracts.capture.DTYPE_BYTES. Returns one spec
+        per tensor, with the xxh3-64 checksum of its bytes, in the mapping's order. On any failure nothing of this
+        sample stays behind. Raises StoreFullError when the pool has no room (back-pressure), StoreError otherwise.
         """
 
     @abstractmethod
@@ -46,14 +53,19 @@ class FeatureStore(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> list[str]:
-        """Deletes objects; an absent one counts as deleted. Returns the keys that could not be deleted now."""
+        """Deletes objects; an absent one counts as deleted. Returns the keys that could not be deleted now.
+
+        Raises StoreError when the store cannot be reached at all.
+        """
 
     def release(self, ref: SampleRef) -> list[str]:
         """Deletes every object of a sample; returns what could not be deleted now."""
         return self.remove([feature.key for feature in ref.features])
 
     @abstractmethod
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """Capacity and fill. Raises StoreError when the backend cannot tell."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for calls in flight, then lets go. Tensors handed out stay valid; later calls raise StoreError."""

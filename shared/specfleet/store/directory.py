@@ -1,7 +1,7 @@
 """A pool in a directory: offline feature sets, and machines without Mooncake. Several processes may share it.
 
-One file per object, raw bytes, at `{root}/{run}/{task}/a{attempt}/{feature}`. A file appears under its name only after its
-bytes are on disk (temporary name, fsync, rename, fsync of the folder).
+One file per object, raw bytes, at `{root}/{run}/{task}/a{attempt}/{feature}`. A file appears under its name only after
+its bytes are on disk (temporary name, fsync, rename, fsync of the folder).
 """
 
 import contextlib
@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import numpy as np
+
 from specfleet.contracts.errors import HostError, StoreError, StoreFullError
 from specfleet.store.base import FeatureStore, StoreStats
+from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs, tensor_view, verify
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
 if TYPE_CHECKING:
     import torch
-
-    from specfleet.store.tensors import Bytes
 
 _TEMPORARY = ".tmp-"
 # Names that no object can have: every object lies at least one folder deep.
@@ -56,8 +57,6 @@ class DirectoryStore(FeatureStore):
         fcntl.flock(self._open_fd, fcntl.LOCK_SH)
 
     def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
-        from specfleet.store.tensors import checksum, plan_specs
-
         self._check_open()
         plan = plan_specs(self.name, attempt, tensors)
         for spec, data in plan:
@@ -78,15 +77,13 @@ class DirectoryStore(FeatureStore):
             for path in written:
                 path.unlink(missing_ok=True)
             self._change_used(-needed)
-            kind, code = (StoreFullError, "SF-STORE-FULL") if error.errno in _NO_ROOM else (StoreError, "SF-STORE-WRITE")
-            raise kind(code, f"cannot write {needed} bytes under {self.root}: {error}") from error
+            message = f"cannot write {needed} bytes under {self.root}: {error}"
+            if error.errno in _NO_ROOM:
+                raise StoreFullError("SF-STORE-FULL", message) from error
+            raise StoreError("SF-STORE-WRITE", message) from error
         return [spec for spec, _ in plan]
 
     def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> dict[str, "torch.Tensor"]:
-        import numpy as np
-
-        from specfleet.store.tensors import lost, select_specs, tensor_view, verify
-
         self._check_open()
         tensors = {}
         for spec in select_specs(self.name, ref, names):
@@ -101,8 +98,6 @@ class DirectoryStore(FeatureStore):
         return tensors
 
     def remove(self, keys: Sequence[str]) -> list[str]:
-        from specfleet.store.tensors import check_keys
-
         self._check_open()
         check_keys(self.name, keys)
         failed, freed, folders = [], 0, set()
@@ -148,7 +143,7 @@ class DirectoryStore(FeatureStore):
             raise StoreError("SF-STORE-KEY", f"key {key!r} is not POOL/RUN/TASK/ATTEMPT/FEATURE")
         return self.root.joinpath(*parts)
 
-    def _write(self, path: Path, data: "Bytes") -> None:
+    def _write(self, path: Path, data: Bytes) -> None:
         temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
         for _ in range(10):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +177,8 @@ class DirectoryStore(FeatureStore):
             if used + needed_bytes > capacity:
                 raise StoreFullError(
                     "SF-STORE-FULL",
-                    f"pool {self.name!r} at {self.root} holds {used} of {capacity} bytes; {needed_bytes} more do not fit",
+                    f"pool {self.name!r} at {self.root} holds {used} of {capacity} bytes; "
+                    f"{needed_bytes} more do not fit",
                 )
             _write_count(fd, used + needed_bytes)
 
@@ -193,7 +189,7 @@ class DirectoryStore(FeatureStore):
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[int]:
-        """The count file, exclusively. A fresh descriptor per use: an flock belongs to it, so threads exclude one another too."""
+        """The count file, exclusively: an flock belongs to its descriptor, so a fresh one excludes threads too."""
         fd = os.open(self.root / _USED, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

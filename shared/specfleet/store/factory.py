@@ -12,9 +12,13 @@ _FORMS = "mooncake://MASTER:PORT/NAME?client=HOST:PORT&pool=BYTES, file:///DIR?c
 def open_store(url: str) -> FeatureStore:
     """Opens the pool a URL names.
 
-    `mooncake://MASTER:PORT/NAME?client=HOST:PORT&pool=BYTES&metrics=HOST:PORT` · `file:///DIR?capacity=BYTES` (the name is
-    the last part) · `memory://NAME?capacity=BYTES`. Raises ConfigError on any other form, HostError when the machine lacks
-    something, StoreError when the pool cannot be reached.
+    `mooncake://MASTER:PORT/NAME?client=HOST:PORT&pool=BYTES&metrics=HOST:PORT&buffer=BYTES`: client is the segment
+    owner's shared-memory service on this host (without it: TCP), metrics the master's HTTP port, pool the capacity to
+    report when that cannot be read, buffer this process's transfer memory (default 256 MiB; one object may fill half).
+    `file:///DIR?capacity=BYTES`: the name is the last part. `memory://NAME?capacity=BYTES`.
+
+    Raises ConfigError on any other form and HostError when the machine lacks something. A Mooncake pool is reached by
+    the first call, so that services may start before it.
     """
     parts = urlsplit(url)
     match parts.scheme:
@@ -42,7 +46,7 @@ def open_store(url: str) -> FeatureStore:
 def _open_mooncake(url: str, parts: SplitResult) -> FeatureStore:
     from specfleet.store.mooncake import MooncakeStore
 
-    options = _options(url, parts, {"client", "pool", "metrics"})
+    options = _options(url, parts, {"client", "pool", "metrics", "buffer"})
     name = unquote(parts.path.strip("/"))
     if not parts.netloc or not name or "/" in name:
         raise _bad(url, "it needs MASTER:PORT and one NAME")
@@ -50,8 +54,9 @@ def _open_mooncake(url: str, parts: SplitResult) -> FeatureStore:
         name,
         master=parts.netloc,
         client=options.get("client"),
-        pool_bytes=_bytes(url, options, "pool"),
+        buffer_bytes=_bytes(url, options, "buffer"),
         metrics=options.get("metrics"),
+        capacity_bytes=_bytes(url, options, "pool"),
     )
 
 

@@ -9,12 +9,11 @@ import numpy as np
 
 from specfleet.contracts.errors import StoreError, StoreFullError
 from specfleet.store.base import FeatureStore, StoreStats
+from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs, tensor_view, verify
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
 if TYPE_CHECKING:
     import torch
-
-    from specfleet.store.tensors import Bytes
 
 # Enough for tests and small runs; a pool that grows without bound would hide missing back-pressure.
 DEFAULT_CAPACITY_BYTES = 1 << 30
@@ -48,8 +47,6 @@ class MemoryStore(FeatureStore):
         self._pool: MemoryPool | None = pool
 
     def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
-        from specfleet.store.tensors import checksum, plan_specs
-
         pool = self._open()
         plan = plan_specs(self.name, attempt, tensors)
         for spec, data in plan:
@@ -62,7 +59,8 @@ class MemoryStore(FeatureStore):
             if pool.used_bytes + needed > pool.capacity_bytes:
                 raise StoreFullError(
                     "SF-STORE-FULL",
-                    f"pool {self.name!r} holds {pool.used_bytes} of {pool.capacity_bytes} bytes; {needed} more do not fit",
+                    f"pool {self.name!r} holds {pool.used_bytes} of {pool.capacity_bytes} bytes; "
+                    f"{needed} more do not fit",
                 )
             for spec, data in plan:
                 pool.objects[spec.key] = np.array(data)
@@ -70,8 +68,6 @@ class MemoryStore(FeatureStore):
         return [spec for spec, _ in plan]
 
     def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> dict[str, "torch.Tensor"]:
-        from specfleet.store.tensors import lost, select_specs, tensor_view, verify
-
         pool = self._open()
         tensors = {}
         for spec in select_specs(self.name, ref, names):
@@ -85,8 +81,6 @@ class MemoryStore(FeatureStore):
         return tensors
 
     def remove(self, keys: Sequence[str]) -> list[str]:
-        from specfleet.store.tensors import check_keys
-
         pool = self._open()
         check_keys(self.name, keys)
         with pool.lock:

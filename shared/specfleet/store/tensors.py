@@ -1,10 +1,13 @@
-"""Between tensors and stored bytes: views, specs, checksums and the checks every backend shares."""
+"""Between tensors and stored bytes: views, specs, checksums and the checks every backend shares.
+
+torch is imported by the functions that touch tensors, so that `specctl` may import the store's modules without it.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -13,19 +16,24 @@ from specfleet.contracts.errors import ContractError, FeatureLostError, StoreErr
 from specfleet.contracts.ids import feature_key
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
+if TYPE_CHECKING:
+    import torch
+
 Bytes = NDArray[np.uint8]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     """`bfloat16` for torch.bfloat16: the form used in specs and contracts."""
     return str(dtype).removeprefix("torch.")
 
 
-def byte_view(name: str, tensor: torch.Tensor) -> Bytes:
+def byte_view(name: str, tensor: "torch.Tensor") -> Bytes:
     """The tensor's own memory as a flat uint8 array (no copy).
 
     Raises StoreError for what no backend can hold: another device, a strided view, an unknown dtype, zero elements.
     """
+    import torch
+
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES:
         raise StoreError(
@@ -46,7 +54,9 @@ def checksum(data: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def plan_specs(store: str, attempt: TaskAttempt, tensors: Mapping[str, torch.Tensor]) -> list[tuple[FeatureSpec, Bytes]]:
+def plan_specs(
+    store: str, attempt: TaskAttempt, tensors: "Mapping[str, torch.Tensor]"
+) -> list[tuple[FeatureSpec, Bytes]]:
     """One (spec without checksum, bytes) per tensor, in the mapping's order."""
     plan = []
     for name, tensor in tensors.items():
@@ -63,10 +73,11 @@ def plan_specs(store: str, attempt: TaskAttempt, tensors: Mapping[str, torch.Ten
 
 
 def select_specs(store: str, ref: SampleRef, names: Sequence[str] | None) -> list[FeatureSpec]:
-    """The specs to read, in the order asked for. Raises when the reference belongs to another pool or lacks a feature."""
+    """The specs to read, in the order asked for; raises when the reference is of another pool or lacks a feature."""
     if ref.store != store:
         raise StoreError(
-            "SF-STORE-WRONG-POOL", f"the reference points into pool {ref.store!r}, this store is {store!r}: check --store"
+            "SF-STORE-WRONG-POOL",
+            f"the reference points into pool {ref.store!r}, this store is {store!r}: check --store",
         )
     by_name = {spec.name: spec for spec in ref.features}
     wanted = list(by_name) if names is None else list(names)
@@ -87,7 +98,7 @@ def _check_spec(spec: FeatureSpec) -> None:
     if expected != spec.num_bytes or expected == 0:
         raise FeatureLostError(
             "SF-STORE-BAD-SPEC",
-            f"{spec.key}: {spec.dtype}{list(spec.shape)} does not occupy {spec.num_bytes} bytes; the reference is damaged",
+            f"{spec.key}: {spec.dtype}{list(spec.shape)} is not {spec.num_bytes} bytes; the reference is damaged",
         )
 
 
@@ -118,6 +129,8 @@ def verify(spec: FeatureSpec, data: Bytes) -> None:
         )
 
 
-def tensor_view(spec: FeatureSpec, data: Bytes) -> torch.Tensor:
+def tensor_view(spec: FeatureSpec, data: Bytes) -> "torch.Tensor":
     """The bytes as a tensor of the spec's dtype and shape; shares memory with `data` and keeps it alive."""
+    import torch
+
     return torch.from_numpy(data).view(getattr(torch, spec.dtype)).reshape(tuple(spec.shape))

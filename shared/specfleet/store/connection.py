@@ -1,0 +1,162 @@
+"""One Mooncake client with its registered memory.
+
+A broken connection is never repaired but replaced as a whole: its memory may still be written to by a transfer that
+timed out, and the shared-memory client of 0.3.13 never recovers from an owner that restarts faster than its ping.
+"""
+
+import ctypes
+import mmap
+import os
+import socket
+import weakref
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from specfleet.contracts.errors import HostError, StoreError
+from specfleet.store.arena import Arena
+from specfleet.store.tensors import Bytes
+
+# Result codes of Mooncake 0.3.13 that mean something to us; every other negative one is infrastructure.
+NO_ROOM = -200
+INVALID = -600
+NOT_READY = -703
+ABSENT = -704
+LEASE_EXPIRED = -707
+
+_CONNECT_TIMEOUT_S = 2.0
+# madvise advice (Linux): free the pages behind a shared mapping.
+_MADV_REMOVE = 9
+
+
+def load_library() -> ModuleType:
+    """Imports mooncake.store; raises HostError that says what the machine lacks."""
+    # Mooncake logs every transfer set-up at INFO. Its environment variable is read at import.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as error:
+        raise HostError(
+            "SF-HOST-MOONCAKE",
+            "Mooncake is not installed: pip install 'specfleet[mooncake-cpu]' on a host without a GPU, "
+            "'specfleet[mooncake]' on one with CUDA 12",
+        ) from error
+    except ImportError as error:
+        raise _library_error(str(error)) from error
+    return mooncake.store  # type: ignore[no-any-return]
+
+
+def _library_error(message: str) -> HostError:
+    if "libibverbs" in message:
+        return HostError(
+            "SF-HOST-LIBIBVERBS",
+            f"Mooncake needs the system library libibverbs ({message}): apt-get install libibverbs1",
+        )
+    return HostError(
+        "SF-HOST-MOONCAKE",
+        f"Mooncake is installed but does not load ({message}). A missing libcudart means the CUDA wheel on a host "
+        "without CUDA: install 'specfleet[mooncake-cpu]' instead; libcurl and libnuma are the Debian packages libcurl4 "
+        "and libnuma1",
+    )
+
+
+class Connection:
+    """A set-up client and its region: one half stages copies, the other lends views that callers keep."""
+
+    def __init__(self, client: Any, base: int, size: int, memory: mmap.mmap | None) -> None:
+        self.client = client
+        self.retired = False
+        half = size // 2
+        self.staging = Arena(base, half)
+        self.views = Arena(base + half, size - half)
+        # Runs when the last user (store, call in flight or lent view) is gone, or at interpreter exit.
+        self._shut = weakref.finalize(self, _shut, client, base, size, memory)
+
+    def lend(self, num_bytes: int) -> Bytes | None:
+        """Registered memory as a writable uint8 array that returns by itself; None when none is free now.
+
+        The array and every tensor on it keep the region mapped, also after the connection was replaced or closed.
+        """
+        # Memory of a retired connection may still be written to by a transfer that timed out.
+        address = None if self.retired else self.views.try_acquire(num_bytes)
+        if address is None:
+            return None
+        block = (ctypes.c_uint8 * num_bytes).from_address(address)
+        weakref.finalize(block, _give_back, self, address).atexit = False
+        return np.frombuffer(block, dtype=np.uint8)
+
+    def lent(self, data: Bytes) -> bool:
+        """Whether the array lies in memory this connection lent."""
+        return self.views.contains(data.ctypes.data, data.nbytes)
+
+    def close(self) -> None:
+        """Ends the client at once when no view is out; otherwise the last view's end does it."""
+        if not self.views.in_use() and not self.staging.in_use():
+            self._shut()
+
+
+def _give_back(connection: Connection, address: int) -> None:
+    connection.views.release_later(address)
+
+
+def _shut(client: Any, base: int, size: int, memory: mmap.mmap | None) -> None:
+    client.close()
+    if memory is None:
+        # Mooncake keeps the shared mapping until the process ends: give back at least the pages.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(base), ctypes.c_size_t(size), _MADV_REMOVE)
+
+
+def open_connection(
+    library: ModuleType, master: str, client_address: str | None, pool_bytes: int, probe: str
+) -> Connection:
+    """Sets up a client: through the owner's shared memory with client_address, over TCP without.
+
+    `probe` is a key that never exists; asking for it proves that the master answers. Raises StoreError.
+    """
+    local_host = _reach(client_address or master, "segment owner" if client_address else "master")
+    client = library.MooncakeDistributedStore()
+    if client_address is not None:
+        # No local buffer: only get() on bytes would use it.
+        code = client.setup_dummy(0, 0, client_address)
+    else:
+        code = client.setup(local_host, "P2PHANDSHAKE", 0, 0, "tcp", "", master)
+    if code != 0:
+        raise StoreError(
+            "SF-STORE-UNREACHABLE", f"Mooncake set-up returned {code} (master {master}, owner {client_address})"
+        )
+    try:
+        code = client.get_size(probe)
+        if code != ABSENT:
+            raise StoreError("SF-STORE-UNREACHABLE", f"the Mooncake master at {master} does not answer (code {code})")
+        return _register(client, pool_bytes, shared=client_address is not None)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _register(client: Any, size: int, shared: bool) -> Connection:
+    memory = None
+    if shared:
+        base = client.alloc_from_mem_pool(size)
+    else:
+        # Populated now: first-touch faults would cost 20x in the first transfers.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    code = client.register_buffer(base, size) if base else INVALID
+    if code != 0:
+        raise StoreError("SF-STORE-REGISTER", f"Mooncake cannot register {size} bytes of transfer memory (code {code})")
+    return Connection(client, base, size, memory)
+
+
+def _reach(address: str, what: str) -> str:
+    """This machine's address as seen by the peer. Mooncake's own set-up would block for seconds on a dead one."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S) as link:
+            local: str = link.getsockname()[0]
+            return local
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            "SF-STORE-UNREACHABLE", f"the Mooncake {what} at {address} cannot be reached: {error}"
+        ) from error

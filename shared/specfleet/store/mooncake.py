@@ -1,0 +1,440 @@
+"""The tensor plane: FeatureStore over Mooncake. Every rule here answers a measured behaviour of Mooncake 0.3.13.
+
+Put returns 0 for an existing key and keeps the old value: keys are checked first and sizes afterwards. Unpinned objects
+are evicted silently: everything is pinned hard. A read that outlives its lease may return recycled memory: checksums
+decide.
+"""
+
+import contextlib
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from specfleet.contracts.errors import StoreError, StoreFullError
+from specfleet.store.arena import aligned
+from specfleet.store.base import FeatureStore, StoreStats
+from specfleet.store.connection import (
+    ABSENT,
+    INVALID,
+    LEASE_EXPIRED,
+    NO_ROOM,
+    NOT_READY,
+    Connection,
+    load_library,
+    open_connection,
+)
+from specfleet.store.prefault import prefault
+from specfleet.store.processes import master_command, owner_command, read_metrics
+from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs, tensor_view, verify
+from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MooncakeStore", "master_command", "owner_command", "prefault"]
+
+T = TypeVar("T")
+
+DEFAULT_BUFFER_BYTES = 256 << 20
+# Objects move in groups: while one is transferred, the next is copied and hashed.
+_GROUP_BYTES = 8 << 20
+# Below this a hand-over between threads costs more than the overlap gains.
+_INLINE_BYTES = 2 << 20
+_BUFFER_WAIT_S = 60.0
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.1, 2.0
+_CLOSE_WAIT_S = 60.0
+_REMOVE_BATCH = 1024
+
+_GONE = frozenset({NOT_READY, ABSENT})
+# Answers after which no transfer is under way.
+_SETTLED = _GONE | {NO_ROOM, INVALID, LEASE_EXPIRED}
+
+
+class MooncakeStore(FeatureStore):
+    """Objects in a Mooncake pool. Connects at the first call and again, with back-off, after master or owner died."""
+
+    def __init__(
+        self,
+        name: str,
+        master: str,
+        client: str | None = None,
+        buffer_bytes: int | None = None,
+        metrics: str | None = None,
+        capacity_bytes: int | None = None,
+    ) -> None:
+        """master, client (the owner's shared-memory service on this host), metrics: HOST:PORT.
+
+        buffer_bytes is this process's transfer memory; one object may fill half of it. capacity_bytes is what stats()
+        falls back to when the master's metrics cannot be read.
+        """
+        self.name = name
+        self._master, self._client_address, self._metrics = master, client, metrics
+        self._buffer_bytes = aligned(buffer_bytes or DEFAULT_BUFFER_BYTES)
+        self._capacity_bytes = capacity_bytes
+        self._library = load_library()
+        self._config = self._library.ReplicateConfig()
+        self._config.with_hard_pin = True
+        self._connection: Connection | None = None
+        self._connecting = threading.Lock()
+        self._idle = threading.Condition()
+        self._active = 0
+        self._closing = threading.Event()
+        self._failures = 0
+        self._retry_at = 0.0
+        # Keys of failed puts that could not be deleted at the time.
+        self._orphans: set[str] = set()
+        self._movers = ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"store-{name}")
+
+    def empty(self, shape: Sequence[int], dtype: "torch.dtype") -> "torch.Tensor":
+        """Uninitialised memory that put() transfers without a copy; ordinary memory when none is free."""
+        import torch
+
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes:
+            with self._session() as connection:
+                data = connection.lend(num_bytes)
+            if data is not None:
+                return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def put(self, attempt: TaskAttempt, tensors: "Mapping[str, torch.Tensor]") -> list[FeatureSpec]:
+        plan = plan_specs(self.name, attempt, tensors)
+        specs = [spec for spec, _ in plan]
+        keys = [spec.key for spec in specs]
+        with self._session() as connection:
+            self._delete_orphans(connection)
+            self._refuse_existing(connection, keys)
+            try:
+                self._check_put(connection, specs, self._write(connection, plan))
+            except BaseException:
+                left = self._delete(connection, keys)
+                with self._idle:
+                    self._orphans.update(left)
+                raise
+        return specs
+
+    def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> "dict[str, torch.Tensor]":
+        specs = select_specs(self.name, ref, names)
+        with self._session() as connection:
+            return self._read(connection, specs)
+
+    def remove(self, keys: Sequence[str]) -> list[str]:
+        check_keys(self.name, keys)
+        if not keys:
+            return []
+        with self._session() as connection:
+            return self._delete(connection, keys)
+
+    def stats(self) -> StoreStats:
+        """What the master reports over all pools it serves. Used is 0 where only the configured capacity is known."""
+        if self._metrics is not None:
+            with contextlib.suppress(OSError, KeyError):
+                metrics = read_metrics(self._metrics)
+                return StoreStats(int(metrics["master_total_capacity_bytes"]), int(metrics["master_allocated_bytes"]))
+        if self._capacity_bytes is None:
+            raise StoreError(
+                "SF-STORE-NO-STATS",
+                f"the Mooncake master's metrics at {self._metrics} cannot be read; set metrics=HOST:PORT "
+                "(and pool=BYTES as a fallback) in the store URL",
+            )
+        return StoreStats(self._capacity_bytes, 0)
+
+    def close(self) -> None:
+        """Waits for calls in flight. Tensors handed out stay valid."""
+        self._closing.set()
+        with self._idle:
+            self._idle.wait_for(lambda: self._active == 0, timeout=_CLOSE_WAIT_S)
+            connection, self._connection = self._connection, None
+        self._movers.shutdown(wait=True)
+        if connection is not None:
+            connection.close()
+
+    # Connecting
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[Connection]:
+        """A working connection for one call; counts the call so that close() can wait for it."""
+        with self._idle:
+            self._check_open()
+            self._active += 1
+        try:
+            yield self._connect()
+            self._failures = 0
+        finally:
+            with self._idle:
+                self._active -= 1
+                self._idle.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise StoreError("SF-STORE-CLOSED", f"store {self.name!r} is closed")
+
+    def _connect(self) -> Connection:
+        with self._connecting:
+            if self._connection is None:
+                self._closing.wait(self._retry_at - time.monotonic())
+                self._check_open()
+                try:
+                    self._connection = open_connection(
+                        self._library, self._master, self._client_address, self._buffer_bytes, f"{self.name}/.probe"
+                    )
+                except StoreError:
+                    self._back_off()
+                    raise
+            return self._connection
+
+    def _back_off(self) -> None:
+        self._retry_at = time.monotonic() + min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**self._failures)
+        self._failures = min(self._failures + 1, 16)
+
+    def _broken(self, connection: Connection, what: str, code: int) -> StoreError:
+        """Retires the connection and its memory; returns the error to raise."""
+        connection.retired = True
+        with self._connecting:
+            if self._connection is connection:
+                self._connection = None
+                self._back_off()
+        return StoreError(
+            "SF-STORE-TRANSFER",
+            f"Mooncake {what} returned {code} (master {self._master}, owner {self._client_address or 'remote'}); "
+            "the connection is replaced at the next call",
+        )
+
+    # Writing
+
+    def _refuse_existing(self, connection: Connection, keys: list[str]) -> None:
+        for key, code in zip(keys, connection.client.batch_is_exist(keys), strict=True):
+            if code == 1:
+                raise StoreError("SF-STORE-KEY-EXISTS", f"{key} is already stored; keys are written once")
+            if code != 0:
+                raise self._broken(connection, f"existence check of {key}", code)
+
+    def _write(self, connection: Connection, plan: list[tuple[FeatureSpec, Bytes]]) -> list[int]:
+        """Transfers everything and fills in the checksums. Returns one code per object."""
+        groups = _groups([spec.num_bytes for spec, _ in plan])
+        transfers: list[Callable[[], list[int]]] = []
+        try:
+            for group in groups:
+                members = [plan[index] for index in group]
+                transfers.append(self._start_write(connection, members, inline=len(groups) == 1))
+                for spec, data in members:
+                    spec.checksum = checksum(data)
+        finally:
+            codes = [code for transfer in transfers for code in transfer()]
+        return codes
+
+    def _start_write(
+        self, connection: Connection, members: list[tuple[FeatureSpec, Bytes]], inline: bool
+    ) -> Callable[[], list[int]]:
+        copied = [data for _, data in members if not connection.lent(data)]
+        block = _stage(connection, sum(aligned(data.nbytes) for data in copied)) if copied else None
+        cursor, addresses = block or 0, []
+        for _, data in members:
+            if connection.lent(data):
+                addresses.append(data.ctypes.data)
+            else:
+                _at(cursor, data.nbytes)[:] = data
+                addresses.append(cursor)
+                cursor += aligned(data.nbytes)
+        keys, sizes = [spec.key for spec, _ in members], [spec.num_bytes for spec, _ in members]
+
+        def transfer() -> list[int]:
+            codes: list[int] = connection.client.batch_put_from(keys, addresses, sizes, self._config)
+            # After any other failure a transfer may still be reading: the block retires with the connection.
+            if block is not None and all(code == 0 or code in _SETTLED for code in codes):
+                connection.staging.release(block)
+            return codes
+
+        return self._run(transfer, inline and sum(sizes) <= _INLINE_BYTES)
+
+    def _check_put(self, connection: Connection, specs: list[FeatureSpec], codes: list[int]) -> None:
+        for spec, code in zip(specs, codes, strict=True):
+            if code not in (0, NO_ROOM):
+                raise self._broken(connection, f"put of {spec.key} ({spec.num_bytes} bytes)", code)
+        refused = [spec for spec, code in zip(specs, codes, strict=True) if code == NO_ROOM]
+        if refused:
+            raise StoreFullError(
+                "SF-STORE-FULL",
+                f"pool {self.name!r} has no room for {refused[0].key} ({refused[0].num_bytes} bytes); "
+                f"{len(refused)} of {len(specs)} objects were refused",
+            )
+        for spec in specs:
+            found = connection.client.get_size(spec.key)
+            if found < 0 and found not in _GONE:
+                raise self._broken(connection, f"size check of {spec.key}", found)
+            if found != spec.num_bytes:
+                raise StoreError(
+                    "SF-STORE-SHORT-PUT",
+                    f"{spec.key}: wrote {spec.num_bytes} bytes, the store holds {found} (code or bytes)",
+                )
+
+    # Reading
+
+    def _read(self, connection: Connection, specs: list[FeatureSpec]) -> "dict[str, torch.Tensor]":
+        """Verifies one group while the next is transferred."""
+        groups = _groups([spec.num_bytes for spec in specs])
+        tensors: dict[str, torch.Tensor] = {}
+        pending: list[_Read] = []
+        try:
+            for group in groups:
+                read = _Read([specs[index] for index in group], connection)
+                if not read.reserve(wait_s=0.0 if pending else _BUFFER_WAIT_S):
+                    # Waiting while holding memory could deadlock two readers: give back first.
+                    tensors |= self._finish_read(pending.pop(), connection)
+                    read.reserve(wait_s=_BUFFER_WAIT_S)
+                read.codes = self._run(read.transfer, inline=len(groups) == 1 and read.num_bytes <= _INLINE_BYTES)
+                pending.append(read)
+                if len(pending) > 1:
+                    tensors |= self._finish_read(pending.pop(0), connection)
+            while pending:
+                tensors |= self._finish_read(pending.pop(0), connection)
+        finally:
+            for read in pending:  # only after an error: nobody leaves while a transfer writes into lent memory
+                with contextlib.suppress(Exception):
+                    read.release(read.codes())
+        return tensors
+
+    def _finish_read(self, read: "_Read", connection: Connection) -> "dict[str, torch.Tensor]":
+        codes = read.codes()
+        try:
+            for spec, code in zip(read.specs, codes, strict=True):
+                self._check_get(connection, spec, code)
+            return read.tensors()
+        finally:
+            read.release(codes)
+
+    def _check_get(self, connection: Connection, spec: FeatureSpec, code: int) -> None:
+        if code == spec.num_bytes:
+            return
+        if code == INVALID:
+            # Longer than the reference says; or the owner restarted and does not know this process's memory.
+            found = connection.client.get_size(spec.key)
+            if found > spec.num_bytes:
+                raise lost(spec, f"found {found}")
+        if code >= 0:
+            raise lost(spec, f"found {code}")
+        if code in _GONE:
+            raise lost(spec, f"found none (code {code})")
+        if code == LEASE_EXPIRED:
+            raise StoreError("SF-STORE-SLOW-READ", f"reading {spec.key} took longer than its lease; read it again")
+        raise self._broken(connection, f"get of {spec.key}", code)
+
+    # Deleting
+
+    def _delete(self, connection: Connection, keys: Sequence[str]) -> list[str]:
+        """Forced: a reader's lease must not keep what the ledger has let go. Returns the keys still there."""
+        failed = []
+        for start in range(0, len(keys), _REMOVE_BATCH):
+            batch = list(keys[start : start + _REMOVE_BATCH])
+            codes = connection.client.batch_remove(batch, True)
+            failed += [key for key, code in zip(batch, codes, strict=True) if code not in (0, ABSENT)]
+        return failed
+
+    def _delete_orphans(self, connection: Connection) -> None:
+        with self._idle:
+            orphans, self._orphans = self._orphans, set()
+        if orphans:
+            left = self._delete(connection, sorted(orphans))
+            with self._idle:
+                self._orphans.update(left)
+
+    def _run(self, call: Callable[[], T], inline: bool) -> Callable[[], T]:
+        """Starts a transfer, in this thread or another; the returned function waits for its result."""
+        if inline:
+            result = call()
+            return lambda: result
+        return self._movers.submit(call).result
+
+
+class _Read:
+    """One group of objects on its way into memory: lent where some is free, else staged and copied out."""
+
+    def __init__(self, specs: list[FeatureSpec], connection: Connection) -> None:
+        self.specs = specs
+        self.num_bytes = sum(spec.num_bytes for spec in specs)
+        self.codes: Callable[[], list[int]] = list
+        self._connection = connection
+        self._lent = [connection.lend(spec.num_bytes) for spec in specs]
+        self._staged: int | None = None
+        self._arrays: list[Bytes] = []
+
+    def reserve(self, wait_s: float) -> bool:
+        """Finds memory for what could not be lent. False: none free and wait_s is 0; StoreError after a wait."""
+        missing = sum(
+            aligned(spec.num_bytes) for spec, lent in zip(self.specs, self._lent, strict=True) if lent is None
+        )
+        if missing:
+            if wait_s == 0.0:
+                self._staged = self._connection.staging.try_acquire(missing)
+                if self._staged is None:
+                    return False
+            else:
+                self._staged = _stage(self._connection, missing, wait_s)
+        cursor = self._staged or 0
+        for spec, lent in zip(self.specs, self._lent, strict=True):
+            if lent is None:
+                self._arrays.append(_at(cursor, spec.num_bytes))
+                cursor += aligned(spec.num_bytes)
+            else:
+                self._arrays.append(lent)
+        return True
+
+    def transfer(self) -> list[int]:
+        codes: list[int] = self._connection.client.batch_get_into(
+            [spec.key for spec in self.specs],
+            [array.ctypes.data for array in self._arrays],
+            [array.nbytes for array in self._arrays],
+        )
+        return codes
+
+    def tensors(self) -> "dict[str, torch.Tensor]":
+        """Verified tensors by name; staged ones are copied into memory of their own."""
+        found = {}
+        for spec, array, lent in zip(self.specs, self._arrays, self._lent, strict=True):
+            verify(spec, array)
+            found[spec.name] = tensor_view(spec, array.copy() if lent is None else array)
+        return found
+
+    def release(self, codes: list[int]) -> None:
+        """Gives staged memory back, unless a failed transfer may still write into it: it retires with the region."""
+        if self._staged is not None and all(code >= 0 or code in _SETTLED for code in codes):
+            self._connection.staging.release(self._staged)
+            self._staged = None
+
+
+def _groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Neighbouring indices in groups of at least _GROUP_BYTES (the last may be smaller)."""
+    groups: list[list[int]] = []
+    filled = _GROUP_BYTES
+    for index, size in enumerate(sizes):
+        if filled >= _GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(index)
+        filled += size
+    return groups
+
+
+def _at(address: int, num_bytes: int) -> Bytes:
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=np.uint8)
+
+
+def _stage(connection: Connection, num_bytes: int, wait_s: float = _BUFFER_WAIT_S) -> int:
+    """Address of transfer memory for copies."""
+    staging = connection.staging
+    try:
+        return staging.acquire(num_bytes, wait_s)
+    except ValueError:
+        raise StoreError(
+            "SF-STORE-OBJECT-TOO-LARGE",
+            f"{num_bytes} bytes in one transfer do not fit the {staging.size} bytes of transfer memory for copies; "
+            f"set buffer={2 * num_bytes} or more in the store URL",
+        ) from None
+    except TimeoutError as error:
+        raise StoreError("SF-STORE-BUFFERS", f"transfer memory stayed busy: {error}") from None
