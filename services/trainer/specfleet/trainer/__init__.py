@@ -1,1 +1,1 @@
-"""The trainer service: an agent per node, ranks that train windows of references, checkpoints that the ledger settles."""
+"""The trainer service: an agent per node, ranks that train windows of references, checkpoints that get settled."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk (docs/design.md §6): safetensors and JSON, durable before they are named, verified before they are used.
+"""Checkpoints on disk (docs/design.md §6): safetensors and JSON, durable before they are named, verified before use.
 
 A folder without checkpoint.json does not exist. Its files are written into a hidden folder, fsynced, described by
 checkpoint.json (written last), and renamed into place; the sha256 of checkpoint.json is the checkpoint's digest.
@@ -86,7 +86,7 @@ class CheckpointFolder:
             shutil.rmtree(self.path(step))
 
     def save(self, step: int, facts: Facts, draft: Draft, optimizer: MasterAdamW, ranks: Ranks) -> Saved:
-        """Collective. Rank 0 writes what is shared, every rank its own file. Any rank's failure is raised on every rank."""
+        """Collective. Rank 0 writes what is shared, each rank its own file. One rank's failure is raised on all."""
         partial = self.root / f"{_PARTIAL_PREFIX}{facts.generation}-{step:08d}"
         if ranks.leads:
             shutil.rmtree(partial, ignore_errors=True)
@@ -168,7 +168,10 @@ def read_checkpoint(directory: Path, digest: str = "") -> dict[str, Any]:
 
 
 def restore(directory: Path, digest: str, facts: Facts, draft: Draft, optimizer: MasterAdamW, ranks: Ranks) -> Saved:
-    """Loads weights, optimizer and this rank's random state. Raises ContractError SF-CHECKPOINT-IDENTITY, showing both values."""
+    """Loads weights, optimizer and this rank's random state.
+
+    Raises ContractError: SF-CHECKPOINT-IDENTITY (shows both values), or what read_checkpoint raises.
+    """
     meta = read_checkpoint(directory, digest)
     check_identity(meta, facts, draft)
     draft.load_state_dict(load_file(directory / DRAFT), strict=True)
@@ -236,7 +239,7 @@ def _write_rank_files(partial: Path, draft: Draft, optimizer: MasterAdamW, ranks
 
 
 def _rng() -> dict[str, str]:
-    """Random state as hexadecimal bytes: torch's CPU generator, and the current CUDA device's when there is one in use."""
+    """Random state as hexadecimal bytes: torch's CPU generator, and the current CUDA device's when one is in use."""
     state = {"cpu": torch.get_rng_state().numpy().tobytes().hex()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()

@@ -8,7 +8,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: CUDA when there is a device for this local rank, else the CPU. Raises HostError SF-HOST-NO-CUDA for `cuda`."""
+    """`auto`: CUDA when there is any, else the CPU. Raises HostError SF-HOST-NO-CUDA when this rank has no device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and count == 0):
         return torch.device("cpu")

@@ -1,6 +1,7 @@
 """A launch as the agent sees it: one elastic launcher process and the ranks below it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -83,8 +84,9 @@ class RunningLaunch:
                 await self._terminate_ranks(self._process)
         except TimeoutError:
             log.warning("ranks did not leave in time; killing them", run=self.launch.run_id, grace_s=grace_s)
-            for process in (*_children(self.pid), self._process):
-                _send(process, signal.SIGKILL)
+            for rank in _children(self.pid):
+                _send(rank, signal.SIGKILL)
+            _send(self._process, signal.SIGKILL)
             await self._process.wait()
 
     async def _terminate_ranks(self, launcher: asyncio.subprocess.Process) -> None:
@@ -123,7 +125,5 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _send(process: "psutil.Process | asyncio.subprocess.Process", wanted: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         process.send_signal(wanted)
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        pass

@@ -161,7 +161,7 @@ class Link:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._bus.close()
-        await self._channel.close()
+        await self._channel.close(grace=None)
 
     async def _send_acks(self) -> None:
         while True:

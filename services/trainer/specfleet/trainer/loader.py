@@ -25,7 +25,7 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass
 class Window:
-    """One step's share of this rank: collated micro-batches on the CPU. No micro-batch is legal (a short last window)."""
+    """One step's share of this rank: collated CPU micro-batches; none at all is legal (a short last window)."""
 
     plan: StepPlan
     batches: list[dict[str, torch.Tensor]]
@@ -34,8 +34,8 @@ class Window:
 class Loader:
     """Keeps `prefetch` windows resolved ahead.
 
-    A lost object is reported and the window waits for its plan to be issued again; any other store failure is tried again
-    for ever, with back-off, because it says nothing about the samples.
+    A lost object is reported and the window waits for its plan to be issued again; any other store failure is tried
+    again for ever, with back-off, because it says nothing about the samples.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loader:
                 self._condition.notify_all()
 
     def next(self, min_revision: int, leave: Callable[[], bool]) -> Window | StepPlan | None:
-        """What to do next: the window of the next step, or its KIND_END plan, or a KIND_STOP plan; None when leave() is true.
+        """What to do next: the window of the next step, or its KIND_END plan, or a KIND_STOP plan; None once leave().
 
         Blocks until then. Raises what the prefetch thread failed with.
         """
@@ -205,7 +205,7 @@ def _check_length(ref: SampleRef, features: dict[str, torch.Tensor]) -> None:
         if tensor.shape[0] != ref.num_tokens:
             raise FeatureLostError(
                 "SF-TRAIN-LENGTH",
-                f"{sample_id(ref.attempt)}: feature {name} has {tensor.shape[0]} rows, the reference says {ref.num_tokens}",
+                f"{sample_id(ref.attempt)}: {name} has {tensor.shape[0]} rows, the reference says {ref.num_tokens}",
             )
 
 

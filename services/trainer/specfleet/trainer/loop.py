@@ -30,7 +30,7 @@ Next = Literal["train", "end", "stop", "fenced"]
 
 @dataclass
 class Sums:
-    """One rank's share of a step: (numerator, denominator) per metric, and counts. Added over ranks before any ratio."""
+    """One rank's share of a step: (numerator, denominator) per metric, and counts; added up before any ratio."""
 
     pairs: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_tokens: int = 0
@@ -123,7 +123,7 @@ class TrainLoop:
             if len(states) > 1:
                 raise ContractError(
                     "SF-TRAIN-PLAN-SPLIT",
-                    f"step {self.step + 1} revision {newest}: some ranks got a window and some the end of the run: {told}",
+                    f"step {self.step + 1} revision {newest}: some ranks got a window, some the end of the run: {told}",
                 )
             return ("end", None, "") if states == {"end"} else ("train", found, "")  # type: ignore[return-value]
 

@@ -31,8 +31,8 @@ def learning_rate(k: int, *, peak: float, total: int, warmup_ratio: float, sched
 class MasterAdamW:
     """AdamW whose weights, gradients and moments are fp32 and live in flat buffers.
 
-    Parameters may be bf16: gradients are added up in fp32 over micro-batches (`collect`), summed over ranks, clipped, and
-    the updated masters are rounded back into the parameters (`step`). Weight decay applies to every trainable parameter.
+    Parameters may be bf16: gradients are added up in fp32 over micro-batches (`collect`), summed over ranks, clipped,
+    and the updated masters are rounded back into the parameters (`step`). Weight decay applies to all of them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MasterAdamW:
         return norm
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (fp32, the parameter's shape) and `step`. Views, not copies."""
+        """`master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (fp32, the parameter's shape), `step`. Views, no copies."""
         entries = {"step": self._adamw.state[self._master]["step"]}
         for kind, flat in self._flats().items():
             for name, view in zip(self.names, self._views(flat), strict=True):
@@ -92,7 +92,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, entries: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of state; also writes the masters into the parameters. Raises ContractError SF-CHECKPOINT-OPTIMIZER."""
+        """Inverse of state; also writes the parameters. Raises ContractError SF-CHECKPOINT-OPTIMIZER."""
         own = self.state()
         wrong = [name for name in own if name not in entries or entries[name].shape != own[name].shape]
         extra = sorted(set(entries) - set(own))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A rank may wait for a peer that waits for a prompt to be captured again, for as long as capture is away. A dead peer is
-# noticed at once all the same: its connection closes.
+# A rank may wait for a peer that waits for a prompt to be captured again, for as long as capture is away. A dead peer
+# is noticed at once all the same: its connection closes.
 _CONTROL_TIMEOUT = timedelta(days=7)
 # Elements summed in one call: 64 MiB of fp32, large enough for bandwidth, small enough to bound gloo's scratch memory.
 _BUCKET_ELEMENTS = 16 * 1024 * 1024

@@ -6,7 +6,7 @@ from specfleet.wire.records_pb2 import StepPlan
 class PlanBook:
     """Plans of steps that are not trained yet, newest revision of each.
 
-    The bus delivers at least once and a restarted coordinator publishes again, so duplicates and old revisions are normal.
+    Duplicates and old revisions are normal: the bus delivers at least once, a restarted coordinator publishes again.
     """
 
     def __init__(self, run_id: str, generation: int, next_step: int) -> None:
@@ -19,7 +19,7 @@ class PlanBook:
         """A KIND_STOP plan: it counts whatever step it names."""
 
     def offer(self, plan: StepPlan) -> bool:
-        """Takes a delivered plan; False when it changes nothing (trained, duplicate, older revision, another generation)."""
+        """Takes a delivered plan; False when it changes nothing (trained, duplicate, older, other generation)."""
         if plan.run_id != self._run_id or plan.generation != self._generation:
             return False
         if plan.kind == StepPlan.KIND_STOP:

@@ -1,4 +1,4 @@
-"""One rank of a launch: `python -m specfleet.trainer.rank`, started by torch's elastic launcher (specfleet.trainer.elastic)."""
+"""One rank of a launch: `python -m specfleet.trainer.rank`, started by torch's elastic launcher (elastic.py)."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def main() -> None:
 
     logs.configure("trainer-rank")
     log = structlog.get_logger()
-    # Set by the elastic launcher before it started this process: unlike getppid() it is right even if that died meanwhile.
+    # Set by the elastic launcher: unlike getppid() it is right even when that died meanwhile.
     launcher_pid = int(os.environ["SPECFLEET_LAUNCHER_PID"])
     die_with_parent(launcher_pid)
     from specfleet.trainer.session import Session, read_launch

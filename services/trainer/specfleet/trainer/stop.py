@@ -44,7 +44,7 @@ class Stop:
     def watch_parent(self, parent_pid: int) -> None:
         """Requests a stop when the parent dies, and ends the process by force when the grace is over.
 
-        The force is for a rank that sits in a collective whose peers are gone or stopped: no Python runs there any more.
+        The force is for a rank that sits in a collective whose peers are gone or stopped: no signal handler runs there.
         """
 
         def watch() -> None:
