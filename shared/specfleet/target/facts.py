@@ -49,11 +49,7 @@ def read_target_facts(path: str | Path) -> TargetFacts:
     SF-TARGET-NO-WEIGHTS (no weight file, or a shard the index names is absent), SF-TARGET-NO-TOKENIZER.
     """
     directory = _directory(path)
-    config = _read_config(directory)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    generation_file = directory / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    config, text, generation = _configs(directory)
     weights = weight_files(directory)
     return TargetFacts(
         path=directory,
@@ -62,7 +58,7 @@ def read_target_facts(path: str | Path) -> TargetFacts:
         num_hidden_layers=_positive(text, "num_hidden_layers", directory),
         vocab_size=_positive(text, "vocab_size", directory),
         dtype=_dtype(config, text, weights),
-        eos_token_ids=_ids(generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id")),
+        eos_token_ids=_stop_ids(config, text, generation),
         bos_token_id=next(iter(_ids(text.get("bos_token_id", config.get("bos_token_id")))), None),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         weights_hash=_weights_hash(directory, weights),
@@ -70,6 +66,21 @@ def read_target_facts(path: str | Path) -> TargetFacts:
         config=config,
         text_config=text,
     )
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What rendering needs to know of a target; its directory may hold no weights."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_text_facts(path: str | Path) -> TextFacts:
+    """Vocabulary size and stop ids. Raises ConfigError SF-TARGET-MISSING, SF-TARGET-NOT-A-MODEL."""
+    directory = _directory(path)
+    config, text, generation = _configs(directory)
+    return TextFacts(_positive(text, "vocab_size", directory), _stop_ids(config, text, generation))
 
 
 def build_contract(run_config: RunConfig, facts: TargetFacts) -> CaptureContract:
@@ -154,6 +165,18 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{directory} has no config.json, so it is not a model (it holds: {', '.join(names) or 'nothing'})",
         )
     return _read_json(directory / "config.json")
+
+
+def _configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """config.json, its language model part, and generation_config.json ({} when absent)."""
+    config = _read_config(directory)
+    text = config.get("text_config")
+    generation = directory / "generation_config.json"
+    return config, text if isinstance(text, dict) else config, _read_json(generation) if generation.is_file() else {}
+
+
+def _stop_ids(config: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    return _ids(generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
