@@ -1,0 +1,345 @@
+"""A task's life before it is captured: ingested, dispatched, claimed, and every way back to READY."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from specfleet.contracts.states import TaskState
+from specfleet.coordinator.facts import RunFacts
+from specfleet.coordinator.ledger import outbox
+from specfleet.coordinator.ledger.moves import Task, chunks, count, load_by_prompt, load_by_seq, move, record
+from specfleet.coordinator.ledger.tables import runs, task_counts, tasks, windows
+from specfleet.policies.credits import CreditGate, Held, Marks
+from specfleet.policies.retries import Failure, judge
+
+# What a task that goes back to READY no longer has.
+CLEARED: Mapping[str, Any] = {
+    "reserved_bytes": None, "dispatched_ms": None, "lease_ms": None, "worker": None, "arrived_us": None
+}  # fmt: skip
+
+
+def ingest(conn: Connection, facts: RunFacts, prompts: Sequence[tuple[int, int, int]], first_seq: int) -> int:
+    """Adds tasks (epoch, prompt_index, num_tokens) at positions first_seq, …; returns the new cursor.
+
+    Does nothing when the cursor is elsewhere: another call was faster.
+    """
+    cursor = conn.execute(select(runs.c.ingested).where(runs.c.id == facts.run)).scalar_one()
+    if cursor != first_seq or not prompts:
+        return int(cursor)
+    for epoch in sorted({epoch for epoch, _, _ in prompts}):
+        where = (task_counts.c.run == facts.run, task_counts.c.epoch == epoch)
+        if conn.execute(select(func.count()).where(*where)).scalar_one() == 0:
+            conn.execute(
+                insert(task_counts), [{"run": facts.run, "epoch": epoch, "state": str(s), "n": 0} for s in TaskState]
+            )
+    conn.execute(
+        insert(tasks),
+        [
+            {"run": facts.run, "seq": first_seq + i, "epoch": epoch, "prompt_index": index, "num_tokens": tokens}
+            for i, (epoch, index, tokens) in enumerate(prompts)
+        ],
+    )
+    count(conn, facts.run, Counter((epoch, str(TaskState.READY)) for epoch, _, _ in prompts))
+    cursor = first_seq + len(prompts)
+    conn.execute(update(runs).where(runs.c.id == facts.run).values(ingested=cursor))
+    return cursor
+
+
+def held(conn: Connection, run: int) -> Held:
+    """Reserved bytes and samples of a run, deletions that are not confirmed included in the bytes."""
+    query = select(func.count(), func.coalesce(func.sum(tasks.c.reserved_bytes), 0))
+    row = conn.execute(query.where(tasks.c.run == run, tasks.c.reserved_bytes.is_not(None))).one()
+    return Held(int(row[1]) + outbox.open_rows(conn, run)[1], int(row[0]))
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    epoch: int
+    prompt_index: int
+    attempt: int
+    reserved_bytes: int
+
+
+def dispatch(
+    conn: Connection, facts: RunFacts, gate: CreditGate, marks: Marks, pool_free_bytes: int, limit: int, now_ms: int
+) -> list[Dispatched]:
+    """Reserves credits for the next READY tasks in order, raises their attempt and marks them dispatched.
+
+    Announce them only after this is committed. pool_free_bytes: what all runs together may still reserve in the pool.
+    """
+    query = (
+        select(tasks)
+        .where(tasks.c.run == facts.run, tasks.c.state == str(TaskState.READY), tasks.c.dispatched_ms.is_(None))
+        .order_by(tasks.c.seq)
+        .limit(limit)
+    )
+    waiting = conn.execute(query).all()
+    if not waiting:
+        return []
+    front = _front(conn, facts.run)
+    now_held = held(conn, facts.run)
+    chosen: list[Task] = []
+    for row in waiting:
+        size = row.num_tokens * facts.bytes_per_token
+        if size > pool_free_bytes or not gate.admit(marks, now_held, size, urgent=row.seq < front):
+            break
+        now_held = Held(now_held.num_bytes + size, now_held.num_samples + 1)
+        pool_free_bytes -= size
+        chosen.append(row)
+    for part in chunks([row.seq for row in chosen]):
+        conn.execute(
+            update(tasks)
+            .where(tasks.c.run == facts.run, tasks.c.seq.in_(part))
+            .values(
+                attempt=tasks.c.attempt + 1,
+                dispatched_ms=now_ms,
+                reserved_bytes=tasks.c.num_tokens * facts.bytes_per_token,
+            )
+        )
+    record(conn, chosen, str(TaskState.READY), "dispatched", attempt_delta=1)
+    return [
+        Dispatched(row.epoch, row.prompt_index, row.attempt + 1, row.num_tokens * facts.bytes_per_token)
+        for row in chosen
+    ]
+
+
+def _front(conn: Connection, run: int) -> int:
+    """Position below which a READY task is a hole: something later already holds credits, so an earlier window waits for it."""
+    query = select(func.max(tasks.c.seq)).where(tasks.c.run == run, tasks.c.reserved_bytes.is_not(None))
+    return int(conn.execute(query).scalar() or 0)
+
+
+def evict(conn: Connection, facts: RunFacts, gate: CreditGate, marks: Marks, now_ms: int) -> int:
+    """Frees credits when the head of the run waits for them in vain; returns how many captured samples were given up.
+
+    After a restore the tasks to repeat come before samples that are already captured and hold every credit. When nothing else
+    is in flight that could free any, the samples furthest from their window go back to READY.
+    """
+    ready = select(tasks).where(
+        tasks.c.run == facts.run, tasks.c.state == str(TaskState.READY), tasks.c.dispatched_ms.is_(None)
+    )
+    head = conn.execute(ready.order_by(tasks.c.seq).limit(1)).first()
+    if head is None or _moving(conn, facts.run):
+        return 0
+    now_held, size = held(conn, facts.run), head.num_tokens * facts.bytes_per_token
+    if gate.admit(marks, now_held, size, urgent=True):
+        return 0
+    spare = (
+        select(tasks)
+        .where(
+            tasks.c.run == facts.run,
+            tasks.c.state == str(TaskState.CAPTURED),
+            tasks.c.step.is_(None),
+            tasks.c.seq > head.seq,
+        )
+        .order_by(tasks.c.seq.desc())
+        .limit(facts.config.global_batch)
+    )
+    rows = conn.execute(spare).all()
+    outbox.discard(conn, facts, rows, now_ms)
+    move(conn, rows, TaskState.READY, "given up to make room for an earlier prompt", **CLEARED)
+    return len(rows)
+
+
+def _moving(conn: Connection, run: int) -> bool:
+    """Whether a capture, a complete window or a deletion is under way that will free or use credits by itself."""
+    flying = select(func.count()).where(tasks.c.run == run, tasks.c.dispatched_ms.is_not(None))
+    leased = select(func.count()).where(tasks.c.run == run, tasks.c.state == str(TaskState.LEASED))
+    planned = select(func.count()).where(windows.c.run == run, windows.c.state == "PLANNED", windows.c.waiting == 0)
+    return outbox.open_rows(conn, run)[0] > 0 or any(
+        conn.execute(query).scalar_one() for query in (flying, leased, planned)
+    )
+
+
+@dataclass(frozen=True)
+class Claim:
+    accepted: bool
+    deadline_ms: int = 0
+    reason: str = ""
+
+
+def claim(
+    conn: Connection, facts: RunFacts, worker: str, attempts: Sequence[tuple[int, int, int]], now_ms: int
+) -> list[Claim]:
+    """Compare-and-set READY → LEASED for (epoch, prompt_index, attempt) each. Repeating a claim renews it."""
+    found = load_by_prompt(conn, facts.run, [(epoch, index) for epoch, index, _ in attempts])
+    deadline = facts.lease.deadline_ms(now_ms)
+    fresh: list[Task] = []
+    answers: list[Claim] = []
+    for epoch, index, attempt in attempts:
+        row = found.get((epoch, index))
+        if row is None or row.attempt != attempt:
+            current = "unknown" if row is None else f"at attempt {row.attempt}"
+            answers.append(Claim(False, reason=f"stale: the task is {current}"))
+        elif row.state == TaskState.READY and row.dispatched_ms is not None:
+            fresh.append(row)
+            answers.append(Claim(True, deadline))
+        elif row.state == TaskState.LEASED and row.worker == worker:
+            answers.append(Claim(True, deadline))
+        else:
+            answers.append(
+                Claim(False, reason=f"the task is {row.state}" + (f", leased to {row.worker}" if row.worker else ""))
+            )
+    move(
+        conn,
+        _unique(fresh),
+        TaskState.LEASED,
+        f"claimed by {worker}",
+        worker=worker,
+        lease_ms=deadline,
+        dispatched_ms=None,
+    )
+    renewed = [found[e, i].seq for (e, i, _), a in zip(attempts, answers, strict=True) if a.accepted]
+    _renew(conn, facts.run, renewed, deadline)
+    return answers
+
+
+def _unique(rows: Iterable[Task]) -> list[Task]:
+    return list({row.seq: row for row in rows}.values())
+
+
+def _renew(conn: Connection, run: int, seqs: Sequence[int], deadline_ms: int) -> None:
+    for part in chunks(seqs):
+        where = (tasks.c.run == run, tasks.c.seq.in_(part), tasks.c.state == str(TaskState.LEASED))
+        conn.execute(update(tasks).where(*where).values(lease_ms=deadline_ms))
+
+
+def renew(
+    conn: Connection, facts: RunFacts, worker: str, attempts: Sequence[tuple[int, int, int]], now_ms: int
+) -> list[tuple[int, int, int]]:
+    """Renews the leases a worker still works on; returns those it has lost."""
+    found = load_by_prompt(conn, facts.run, [(epoch, index) for epoch, index, _ in attempts])
+    kept: list[int] = []
+    revoked: list[tuple[int, int, int]] = []
+    for epoch, index, attempt in attempts:
+        row = found.get((epoch, index))
+        if row is not None and row.attempt == attempt and row.state == TaskState.LEASED and row.worker == worker:
+            kept.append(row.seq)
+        # A sample that is already counted is not revoked: the worker merely has not heard of it yet.
+        elif row is None or row.attempt != attempt or row.state in (TaskState.READY, TaskState.LEASED, TaskState.DEAD):
+            revoked.append((epoch, index, attempt))
+    _renew(conn, facts.run, kept, facts.lease.deadline_ms(now_ms))
+    return revoked
+
+
+def fail(
+    conn: Connection, facts: RunFacts, worker: str, failures: Sequence[tuple[int, int, int, Failure, str]], now_ms: int
+) -> bool:
+    """(epoch, prompt_index, attempt, class, reason) each. Returns whether the worker's breaker is charged."""
+    found = load_by_prompt(conn, facts.run, [(epoch, index) for epoch, index, *_ in failures])
+    blamed = False
+    for epoch, index, attempt, failure, reason in failures:
+        row = found.get((epoch, index))
+        if row is None or row.attempt != attempt or row.state != TaskState.LEASED or row.worker != worker:
+            continue
+        verdict = judge(failure, row.failures, facts.config.flow.sample_budget)
+        blamed = blamed or verdict.blames_worker
+        finish_attempt(
+            conn, facts, [row], verdict.state, f"{failure} on {worker}: {reason}"[:500], failures=verdict.failures
+        )
+    return blamed
+
+
+def finish_attempt(
+    conn: Connection, facts: RunFacts, rows: Sequence[Task], to: TaskState, detail: str, **values: Any
+) -> None:
+    """Ends the current attempts of LEASED (or CAPTURED) tasks without a sample; `to` is READY or DEAD."""
+    reason = detail if to is TaskState.DEAD else ""
+    move(conn, rows, to, detail, **{**CLEARED, "reason": reason, **values})
+    if to is TaskState.DEAD:
+        # A dead prompt no longer belongs to a window: the planner puts another sample in its place.
+        for part in chunks([row.seq for row in rows]):
+            conn.execute(update(tasks).where(tasks.c.run == facts.run, tasks.c.seq.in_(part)).values(step=None))
+
+
+def expire(conn: Connection, facts: RunFacts, now_ms: int, *, workers: Sequence[str] = (), limit: int = 1_000) -> int:
+    """Takes back leases that are over, and every lease of `workers` (they are gone). Returns how many.
+
+    What the attempt may have written is deleted: its keys are known, and a late writer's sample is refused.
+    """
+    over = tasks.c.lease_ms < now_ms
+    if workers:
+        over = over | tasks.c.worker.in_(workers)
+    where = (tasks.c.run == facts.run, tasks.c.lease_ms.is_not(None), over)
+    rows = conn.execute(select(tasks).where(*where).limit(limit)).all()
+    outbox.discard(conn, facts, rows, now_ms)
+    move(conn, rows, TaskState.READY, "lease expired", **CLEARED)
+    return len(rows)
+
+
+def extend_after_restart(conn: Connection, facts: RunFacts, now_ms: int) -> None:
+    """Gives every lease a full term: while the coordinator was away nobody could renew."""
+    deadline = facts.lease.restart_deadline_ms(0, now_ms)
+    where = (tasks.c.run == facts.run, tasks.c.lease_ms.is_not(None), tasks.c.lease_ms < deadline)
+    conn.execute(update(tasks).where(*where).values(lease_ms=deadline))
+
+
+def unclaimed(conn: Connection, run: int, before_ms: int) -> tuple[int, int]:
+    """(published and not claimed, of these published before before_ms)."""
+    where = (tasks.c.run == run, tasks.c.dispatched_ms.is_not(None))
+    total = conn.execute(select(func.count()).where(*where)).scalar_one()
+    old = (
+        conn.execute(select(func.count()).where(*where, tasks.c.dispatched_ms < before_ms)).scalar_one() if total else 0
+    )
+    return int(total), int(old)
+
+
+def leased(conn: Connection, run: int) -> int:
+    where = (tasks.c.run == run, tasks.c.state == str(TaskState.LEASED))
+    return int(conn.execute(select(func.count()).where(*where)).scalar_one())
+
+
+def recall(conn: Connection, run: int, before_ms: int) -> int:
+    """Forgets publications older than before_ms: their messages are lost. The dispatcher publishes the tasks again.
+
+    The next dispatch raises the attempt, so a message that turns up after all is refused at its claim.
+    """
+    where = (tasks.c.run == run, tasks.c.dispatched_ms.is_not(None), tasks.c.dispatched_ms < before_ms)
+    rows = conn.execute(select(tasks).where(*where)).all()
+    for part in chunks([row.seq for row in rows]):
+        conn.execute(
+            update(tasks)
+            .where(tasks.c.run == run, tasks.c.seq.in_(part))
+            .values(dispatched_ms=None, reserved_bytes=None)
+        )
+    record(conn, rows, str(TaskState.READY), "message lost")
+    return len(rows)
+
+
+def skip_rest(conn: Connection, facts: RunFacts, reason: str, now_ms: int, *, limit: int = 2_000) -> int:
+    """Ends tasks that will not be trained: READY, LEASED or CAPTURED and in no window → SKIPPED(reason). Returns how many."""
+    states = [str(s) for s in (TaskState.READY, TaskState.LEASED, TaskState.CAPTURED)]
+    where = (tasks.c.run == facts.run, tasks.c.state.in_(states), tasks.c.step.is_(None))
+    rows = conn.execute(select(tasks).where(*where).limit(limit)).all()
+    busy = [row for row in rows if row.state != TaskState.READY]
+    outbox.discard(conn, facts, busy, now_ms)
+    move(conn, busy, TaskState.READY, reason, **CLEARED)
+    rows = load_by_seq(conn, facts.run, [row.seq for row in rows])
+    move(conn, rows, TaskState.SKIPPED, reason, **{**CLEARED, "reason": reason})
+    return len(rows)
+
+
+def purge(conn: Connection, facts: RunFacts, reason: str, now_ms: int) -> int:
+    """A run that is over gives everything back that is in no window of a live generation. Returns how many tasks changed."""
+    attached = conn.execute(select(runs.c.attached_world).where(runs.c.id == facts.run)).scalar_one()
+    if not attached:
+        conn.execute(
+            update(windows).where(windows.c.run == facts.run, windows.c.state == "PLANNED").values(state="ABANDONED")
+        )
+        open_states = [str(s) for s in (TaskState.READY, TaskState.LEASED, TaskState.CAPTURED)]
+        where = (tasks.c.run == facts.run, tasks.c.state.in_(open_states), tasks.c.step.is_not(None))
+        conn.execute(update(tasks).where(*where).values(step=None))
+    changed = skip_rest(conn, facts, reason, now_ms)
+    if not attached:
+        kept = (tasks.c.run == facts.run, tasks.c.state == str(TaskState.TRAINED), tasks.c.reserved_bytes.is_not(None))
+        rows = conn.execute(select(tasks).where(*kept)).all()
+        outbox.discard(conn, facts, rows, now_ms)
+        for part in chunks([row.seq for row in rows]):
+            conn.execute(
+                update(tasks).where(tasks.c.run == facts.run, tasks.c.seq.in_(part)).values(reserved_bytes=None)
+            )
+        changed += len(rows)
+    return changed

@@ -1,0 +1,1 @@
+"""Pure decisions: leases, credits, windows, retries, breakers, fair shares. They take `now` and facts and own no I/O."""
