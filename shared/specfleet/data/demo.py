@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from specfleet.contracts.errors import HostError
+
 # Names a recipe may use instead of a path.
 DEMO_TARGET = "builtin:smollm2-135m-instruct"
 DEMO_CONVERSATIONS = "builtin:smollm2-demo"
@@ -20,6 +22,18 @@ def demo_target_dir() -> Path:
 def demo_conversations() -> Path:
     """The packaged slice: GSM8K train rows, and held-out rows of four sources (data/demo/README.md)."""
     return Path(__file__).parent / "demo" / "smollm2-demo.jsonl.gz"
+
+
+def demo_recipe() -> Path:
+    """The demo's run configuration: beside the package when installed, in the repository's recipes/ otherwise.
+
+    Raises HostError SF-HOST-RECIPES when neither is there.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parents[1] / "recipes"):
+        if (folder / "demo.yaml").is_file():
+            return folder / "demo.yaml"
+    raise HostError("SF-HOST-RECIPES", f"recipes/demo.yaml is missing beside {package}: the installation is incomplete")
 
 
 def resolve_builtin(name: str) -> str:
