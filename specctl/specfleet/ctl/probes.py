@@ -20,7 +20,7 @@ async def check(probe: Probe, port: int, host: str = LOOPBACK) -> bool:
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, EOFError, ValueError):
         return False
 
 
@@ -31,6 +31,30 @@ async def _ask(probe: Probe, reader: asyncio.StreamReader, writer: asyncio.Strea
         case "nats":
             return (await reader.readline()).startswith(b"INFO ")
         case "http":
-            writer.write(f"GET {probe.path} HTTP/1.0\r\nHost: {LOOPBACK}\r\n\r\n".encode())
-            await writer.drain()
-            return b" 200 " in await reader.readline()
+            return await _get(probe.path, reader, writer) is not None
+        case "pool":
+            return _pool_capacity(await _get("/metrics", reader, writer) or b"") > 0
+
+
+async def _get(path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+    """The body when the status is 200, else None."""
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {LOOPBACK}\r\nConnection: close\r\n\r\n".encode())
+    await writer.drain()
+    if b" 200 " not in await reader.readline():
+        return None
+    length = 0
+    while (line := await reader.readline()).strip():
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length":
+            length = int(value)
+    # Not up to the end of the stream: Mooncake keeps the connection open whatever it is asked.
+    return await reader.readexactly(length)
+
+
+def _pool_capacity(metrics: bytes) -> float:
+    """Bytes of mounted segments, from the master's metrics."""
+    for line in metrics.splitlines():
+        name, _, value = line.partition(b" ")
+        if name == b"master_total_capacity_bytes":
+            return float(value)
+    return 0.0

@@ -128,8 +128,10 @@ def _running_message(state_dir: Path) -> str:
     return f"a stack already runs in {state_dir}{who}; use it, stop it with specctl down, or choose another --state-dir"
 
 
-def start_detached(options: UpOptions) -> StackState:
+def start_detached(options: UpOptions, *, with_parent: bool = False) -> StackState:
     """Starts the supervisor as a process of its own and waits until every service is ready.
+
+    with_parent: the stack stops when this process dies, however it dies.
 
     Raises SpecfleetError with the supervisor's own code and message (and the failing service's last log lines).
     """
@@ -140,6 +142,7 @@ def start_detached(options: UpOptions) -> StackState:
         *(sys.executable, "-m", "specfleet.ctl", "up", "--state-dir", str(state_dir)),
         *("--store", options.store, "--pool", str(options.pool_bytes), "--ready-fd", str(writer)),
         *(part for name, number in options.ports.items() for part in ("--port", f"{name}={number}")),
+        *(("--with-parent", str(os.getpid())) if with_parent else ()),
     ]
     with (state_dir / "logs" / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(

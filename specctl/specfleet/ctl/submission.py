@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specfleet.config import RunConfig, dump_config, load_config
-from specfleet.contracts.errors import DataError
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin
 from specfleet.wire.run_pb2 import SubmitRunRequest
@@ -52,35 +51,25 @@ def build_submission(
     return submission(config.model_copy(update={"run_id": run_id}), report=report)
 
 
-def submission(config: RunConfig, *, report: Callable[[str], None] = lambda line: None) -> SubmitRunRequest:
-    """The request for a configuration whose paths are absolute and whose run id is set."""
+def submission(
+    config: RunConfig, *, prompt_sets: Path | None = None, report: Callable[[str], None] = lambda line: None
+) -> SubmitRunRequest:
+    """The request for a configuration whose paths are absolute and whose run id is set.
+
+    prompt_sets: where a prompt set is written when the configuration names conversations; default: beside the runs.
+    """
     from specfleet.target.facts import build_contract, read_target_facts
 
-    facts = read_target_facts(config.model.target)
-    contract = build_contract(config, facts)
-    prompt_set = config.data.prompt_set or _prepare(config, report)
-    if not (Path(prompt_set) / "manifest.json").is_file():
-        raise DataError(
-            "SF-DATA-PROMPT-SET", f"data.prompt_set {prompt_set} holds no manifest.json; make one with specctl data prepare"
-        )
-    return SubmitRunRequest(
-        config_yaml=dump_config(config), prompt_set_uri=prompt_set, contract=contract, run_id=config.run_id
-    )
+    contract = build_contract(config, read_target_facts(config.model.target))
+    if config.data.prompt_set:
+        from specfleet.data.prompt_set import PromptSet
 
+        prompt_set = PromptSet.open(config.data.prompt_set)
+    else:
+        from specfleet.ctl.prompts import prepare_run_set
 
-def _prepare(config: RunConfig, report: Callable[[str], None]) -> str:
-    from specfleet.ctl.prompts import prepare_files
-
-    data = config.data
-    prompt_set = prepare_files(
-        data.train,
-        config.model.target,
-        Path(config.deployment.output_dir) / "prompt-sets",
-        max_length=data.max_length,
-        max_response_tokens=data.max_response_tokens,
-        max_samples=data.max_samples,
-        where=data.filter,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+        prompt_set = prepare_run_set(config, prompt_sets or Path(config.deployment.output_dir) / "prompt-sets")
     report(f"prompt set {prompt_set.digest[:16]}: {len(prompt_set):,} prompts in {prompt_set.path}")
-    return str(prompt_set.path)
+    return SubmitRunRequest(
+        config_yaml=dump_config(config), prompt_set_uri=str(prompt_set.path), contract=contract, run_id=config.run_id
+    )

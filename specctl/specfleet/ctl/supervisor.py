@@ -221,8 +221,30 @@ class Supervisor:
             if all(answers):
                 break
             await asyncio.sleep(PROBE_EVERY_S)
+        if not child.ready.is_set() and child.service.warm_up:
+            await self._warm_up(child.service)
         self._mark(child, "ready", f"ready after {time.monotonic() - started:.2f} s, pid {child.state.pid}")
         child.ready.set()
+
+    async def _warm_up(self, service: Service) -> None:
+        """Only speed depends on it: a failure is reported and forgotten."""
+        with (self._dir / "logs" / f"{service.name}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                resolve(service.warm_up[0]),
+                *service.warm_up[1:],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                preexec_fn=_dies_with(os.getpid()),
+            )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        if code != 0:
+            self._report(f"{service.name}: warming up ended with {code}; see its log")
 
     async def _stop_all(self) -> None:
         for tier in reversed(self._tiers):

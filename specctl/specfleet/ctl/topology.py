@@ -71,9 +71,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Probe:
-    """How to tell that a service serves. kind: tcp (accepts), nats (sends its INFO line), http (GET path answers 200)."""
+    """How to tell that a service serves.
 
-    kind: Literal["tcp", "nats", "http"]
+    kind: tcp (accepts), nats (sends its INFO line), http (GET path answers 200), pool (the master whose metrics are on this
+    port counts a segment: the owner has mounted it).
+    """
+
+    kind: Literal["tcp", "nats", "http", "pool"]
     port: str
     path: str = ""
 
@@ -87,6 +91,8 @@ class Service:
     probes: tuple[Probe, ...]
     after: tuple[str, ...] = ()
     """Services that must be ready before it starts, and that outlive it when the stack stops."""
+    warm_up: tuple[str, ...] = ()
+    """A command that runs once, after the service is ready for the first time and before anything that depends on it."""
     restart_delay_s: float = 0.1
     """Wait before the first restart."""
     ready_s: float = 120.0
@@ -128,7 +134,7 @@ def _nats(site: Site) -> Service:
 
 
 def _mooncake(site: Site) -> list[Service]:
-    from specfleet.store.mooncake import master_command, owner_command
+    from specfleet.store.processes import master_command, owner_command
 
     master = master_command(
         host=site.bind, port=site.ports[MASTER], metrics_port=site.ports["mooncake-metrics"], client_ttl_s=CLIENT_TTL_S
@@ -146,8 +152,10 @@ def _mooncake(site: Site) -> list[Service]:
             OWNER,
             tuple(owner),
             (OWNER,),
-            (Probe("tcp", OWNER),),
+            (Probe("tcp", OWNER), Probe("pool", "mooncake-metrics")),
             after=(MASTER,),
+            # Untouched pages make the first puts 20 times slower.
+            warm_up=("python3", "-m", "specfleet.store.prefault", site.store_url) if site.shared_memory else (),
             restart_delay_s=CLIENT_TTL_S + 1.0,
             grace_s=10,
         ),

@@ -43,6 +43,7 @@ def up(
         list[str] | None, typer.Option("--port", metavar="NAME=N", help="Fix a port; others are chosen by the system.")
     ] = None,
     ready_fd: Annotated[int, typer.Option("--ready-fd", hidden=True)] = -1,
+    with_parent: Annotated[int, typer.Option("--with-parent", hidden=True)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Start bus, store, coordinator, capture, trainer and gate on this machine, on loopback."""
@@ -67,6 +68,10 @@ def up(
     if detach:
         ready(start_detached(options))
         return
+    if with_parent:
+        from specfleet.telemetry.process import die_with_parent
+
+        die_with_parent(with_parent)
     answered = False
 
     def ready_once(state: StackState) -> None:
