@@ -52,7 +52,8 @@ class AgentOptions:
 class Agent:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self._stub = TrainerControlStub(connect(options.coordinator))
+        self._stub: TrainerControlStub
+        """Made in `run`: an aio channel belongs to the loop that is running when it is made."""
         self._launches: dict[str, RunningLaunch] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._heartbeat_s = _DEFAULT_HEARTBEAT_S
@@ -63,6 +64,7 @@ class Agent:
     async def run(self) -> None:
         """Until SIGTERM; then ranks finish their step, write a checkpoint and detach, and the agent leaves."""
         stop = stop_event()
+        self._stub = TrainerControlStub(connect(self._options.coordinator))
         telemetry = TelemetryServer(self._options.metrics, self._ready)
         port = await telemetry.start()
         log.info("agent started", agent=self._options.agent_id, metrics_port=port, pid=os.getpid())
