@@ -2,28 +2,27 @@
 
 import typer
 
-from specfleet.telemetry import logs
-from specfleet.telemetry.process import run_service
-
-Device = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda.")
-
 
 def agent(
     coordinator: str = typer.Option(..., envvar="SPECFLEET_COORDINATOR", help="host:port of the coordinator."),
     nats: str = typer.Option(..., envvar="SPECFLEET_NATS", help="URL of the bus, as in nats://127.0.0.1:4222."),
     store: str = typer.Option(..., envvar="SPECFLEET_STORE", help="URL of the feature store."),
     metrics: str = typer.Option("127.0.0.1:0", envvar="SPECFLEET_METRICS", help="Listen address of /metrics."),
-    agent_id: str = typer.Option(..., envvar="SPECFLEET_AGENT_ID", help="Stable name of this node's agent."),
-    slots: int = typer.Option(0, min=0, envvar="SPECFLEET_SLOTS", help="Ranks this node runs; 0: CUDA devices or 1."),
-    device: str = Device,
+    agent_id: str = typer.Option("", envvar="SPECFLEET_AGENT_ID", help="Stable name; default: the host's."),
+    slots: int = typer.Option(0, min=0, envvar="SPECFLEET_SLOTS", help="Ranks this node runs; 0: GPUs, or 1."),
+    device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda."),
 ) -> None:
     """Runs training ranks on this node as the coordinator asks."""
-    from specfleet.trainer.agent import Agent, AgentOptions
+    # After the command line is parsed: --help must not wait for grpc.
+    from specfleet.telemetry.process import run_service
+    from specfleet.trainer.agent import AgentOptions, serve
 
-    logs.configure("trainer")
-    options = AgentOptions(coordinator, nats, store, metrics, agent_id, slots, device)
-    run_service(Agent(options).run())
+    run_service(serve(AgentOptions(coordinator, nats, store, metrics, agent_id, slots, device)))
 
 
 def main() -> None:
     typer.run(agent)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,14 +8,15 @@ import platform
 import socket
 import sys
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 from prometheus_client import Gauge
 
-from specfleet.contracts.errors import SpecfleetError, UnreachableError
+from specfleet.contracts.errors import ConfigError, SpecfleetError, UnreachableError
 from specfleet.rpc.client import call, connect
+from specfleet.telemetry import logs
 from specfleet.telemetry.http import TelemetryServer
 from specfleet.telemetry.process import stop_event
 from specfleet.trainer.launch import RunningLaunch
@@ -47,6 +48,14 @@ class AgentOptions:
     slots: int
     """Ranks this node can run; 0: the number of CUDA devices, or 1 on a CPU."""
     device: str
+
+
+async def serve(options: AgentOptions) -> None:
+    """Runs the agent until SIGTERM. Raises ConfigError SF-CONFIG-DEVICE."""
+    logs.configure("trainer")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError("SF-CONFIG-DEVICE", f"--device {options.device!r} is not one of auto, cpu, cuda")
+    await Agent(replace(options, agent_id=options.agent_id or f"trainer-{socket.gethostname()}")).run()
 
 
 class Agent:
