@@ -1,4 +1,4 @@
-"""The worker's policy: claims, failures, back-pressure, drain, switch. Real gRPC, memory bus and store, a scripted engine."""
+"""The worker's policy: claims, failures, back-pressure, drain, switch. Real gRPC, memory bus and store."""
 
 import asyncio
 import threading
@@ -150,7 +150,7 @@ async def test_captures_announces_and_acks(rig: Rig) -> None:
     assert rig.engines[0].batches == [[7, 6, 5, 4, 3]]
     await rig.control.until(lambda: rig.control.heartbeats[-1].numbers["in_hand"] == 0)
     assert await rig.prompts_left() == 0
-    assert rig.worker.ready() == (True, f"serving {ref.contract_hash}")
+    assert rig.worker.ready() == (True, f"READY {ref.contract_hash}")
     stored = sum(ref.num_bytes for ref in refs.values())
     await rig.control.until(lambda: rig.control.heartbeats[-1].pool.used_bytes == stored)
 

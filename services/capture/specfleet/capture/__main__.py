@@ -25,3 +25,7 @@ def capture(
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ queues between the stages hold one batch each, so a slow store slows the fetch a
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ KEEP_ALIVE_S = ACK_WAIT_S / 4
 FETCH_WAIT_S = 0.5
 # Repeats of one call to the coordinator before looking whether the worker should stop.
 RETRY_S = 3.0
+# Between the first and the second try of a put; doubles up to 2 s.
+FIRST_DELAY_S = 0.05
 IDLE_S = 0.2
 
 
@@ -61,6 +64,7 @@ class Patience:
     store_full_s: float = 300.0
     store_error_s: float = 3.0
     draining_s: float = 5.0
+    """For a whole drain, not for each put."""
 
 
 @dataclass
@@ -91,6 +95,7 @@ class Pipeline:
         self._held, self._limits, self._patience = held, limits, patience
         self._fetch_size = FetchSize()
         self._stop = asyncio.Event()
+        self._drain_by: float | None = None
         # One thread: torch parallelises inside a forward pass, and two passes would only share the cores.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
@@ -268,7 +273,7 @@ class Pipeline:
 
     async def _put(self, work: Work, tensors: Tensors) -> list[FeatureSpec]:
         """Retries with back-off: long while the pool is full, briefly on other errors. Raises the last StoreError."""
-        started, delay = time.monotonic(), 0.05
+        started, delay = time.monotonic(), FIRST_DELAY_S
         while True:
             try:
                 with metrics.PUT_SECONDS.time():
@@ -276,13 +281,13 @@ class Pipeline:
             except StoreError as error:
                 full = isinstance(error, StoreFullError)
                 patience_s = self._patience.store_full_s if full else self._patience.store_error_s
-                if self._stop.is_set():
-                    patience_s = min(patience_s, self._patience.draining_s)
-                if work.revoked or time.monotonic() - started + delay > patience_s:
+                left_s = min(started + patience_s - time.monotonic(), self._drain_left_s())
+                if work.revoked or left_s < delay:
                     raise
                 if full:
                     metrics.STORE_FULL.inc()
-                log.warning("put failed; trying again", sample=work.id, error=str(error), delay_s=delay)
+                if delay == FIRST_DELAY_S:
+                    log.warning("put failed; trying again", sample=work.id, error=str(error))
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)
 
@@ -321,7 +326,7 @@ class Pipeline:
         ]
         while True:
             try:
-                await self._control.fail(failures, RETRY_S)
+                await self._control.fail(failures, min(RETRY_S, self._drain_left_s()))
             except UnreachableError as error:
                 log.warning("coordinator away; failures not reported yet", samples=len(works), error=str(error))
                 if not self._stop.is_set():
@@ -344,6 +349,14 @@ class Pipeline:
             await asyncio.sleep(KEEP_ALIVE_S)
             for message in self._held.messages():
                 await message.in_progress()
+
+    def _drain_left_s(self) -> float:
+        """Seconds that may still be spent on waiting for others; infinite until `stop`."""
+        if not self._stop.is_set():
+            return math.inf
+        if self._drain_by is None:
+            self._drain_by = time.monotonic() + self._patience.draining_s
+        return max(0.0, self._drain_by - time.monotonic())
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -30,8 +30,8 @@ log = structlog.get_logger()
 
 # Loading fails for reasons that pass (memory, a file system that is not mounted yet) and for reasons that do not.
 LOAD_RETRY_S = (2.0, 5.0, 15.0, 30.0)
-# The whole drain, including a batch that is in the engine. Supervisors wait longer than this before they kill.
-DRAIN_S = 25.0
+# The whole drain, including the batch in the engine. Less than the 15 s that supervisors wait before they kill.
+DRAIN_S = 12.0
 
 
 @dataclass
@@ -62,14 +62,15 @@ class Worker:
         self._pool = PoolStats(store=store.name)
         self._engine: Engine | None = None
         self._accepted = False
-        self._state, self._serving, self._why_not = "STARTING", "", "not registered yet"
+        self._state, self._serving = "STARTING", ""
+        self._registered, self._trouble, self._quarantined = False, "", ""
         self._heartbeat_s = 1.0
 
     def ready(self) -> tuple[bool, str]:
-        """For /readyz: whether prompts are being pulled, else why not."""
-        if self._state == "READY" and self._accepted and self._limits.may_pull:
-            return True, f"serving {self._serving}"
-        return False, f"{self._state}: {self._why_not}" if self._why_not else self._state
+        """For /readyz: registered and not in trouble. A worker without an assignment is ready: it waits for one."""
+        if self._trouble:
+            return False, self._trouble
+        return self._registered, f"{self._state} {self._serving}".strip() if self._registered else "not registered yet"
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains: the batch in the engine is finished, everything else is returned."""
@@ -80,7 +81,7 @@ class Worker:
         try:
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                self._state, self._why_not = "DRAINING", "stopping"
+                self._state = "DRAINING"
                 self._wanted.changed.set()
                 # Helpers go on: claims are renewed until the last one is announced or returned.
                 _, left = await asyncio.wait([serving], timeout=DRAIN_S)
@@ -124,12 +125,11 @@ class Worker:
                 answer = await self._control.register(request)
                 break
             except SpecfleetError as error:
-                self._why_not = str(error)
                 log.warning("registration failed; trying again", error=str(error))
                 await asyncio.sleep(self._heartbeat_s)
         # Bounded below: a coordinator that answers 0 must not turn heartbeats into a busy loop.
         self._heartbeat_s = max(0.05, answer.heartbeat_s or self._heartbeat_s)
-        self._why_not = "no contract assigned"
+        self._registered = True
         log.info("registered", worker=self._control.worker_id, heartbeat_s=self._heartbeat_s)
 
     def _heartbeat(self) -> HeartbeatWorkerRequest:
@@ -156,8 +156,9 @@ class Worker:
             log.info("claims revoked", samples=revoked)
         if answer.max_batch_tokens:
             self._limits.max_batch_tokens = answer.max_batch_tokens
-        if answer.quarantined:
-            self._why_not = f"quarantined: {answer.quarantined}"
+        if answer.quarantined != self._quarantined:
+            self._quarantined = answer.quarantined
+            log.warning("quarantined" if answer.quarantined else "quarantine lifted", reason=answer.quarantined)
         self._limits.may_pull = self._accepted and answer.may_pull and not answer.quarantined
         if answer.contract_hash and answer.contract_hash != self._wanted.contract_hash:
             log.info("contract assigned", contract=answer.contract_hash, target=answer.contract.target)
@@ -169,7 +170,7 @@ class Worker:
         facts = await asyncio.to_thread(engine.attest)
         answer: AttestWorkerResponse = await self._control.attest(self._serving, facts, engine.version)
         self._accepted = answer.accepted
-        self._why_not = "" if answer.accepted else f"attestation refused: {'; '.join(answer.mismatches)}"
+        self._trouble = "" if answer.accepted else f"attestation refused: {'; '.join(answer.mismatches)}"
         if not answer.accepted:
             log.error("attestation refused", contract=self._serving, mismatches=list(answer.mismatches))
 
@@ -208,7 +209,7 @@ class Worker:
         """The engine, loaded and attested (accepted or not); None when the assignment changed first."""
         attempt = 0
         while True:
-            self._state, self._why_not = "LOADING", f"loading {contract.target}"
+            self._state = "LOADING"
             started = time.perf_counter()
             try:
                 engine = await asyncio.to_thread(self._load_engine, contract)
@@ -217,7 +218,7 @@ class Worker:
             except Exception as error:
                 # Whatever a model file or a library raises: this worker cannot serve now, and stays visible saying why.
                 self._engine = None
-                self._why_not = f"cannot load {contract.target}: {type(error).__name__}: {error}"
+                self._trouble = f"cannot load {contract.target}: {type(error).__name__}: {error}"
                 log.exception("engine did not load", target=contract.target)
                 pause_s = LOAD_RETRY_S[min(attempt, len(LOAD_RETRY_S) - 1)]
                 attempt += 1

@@ -23,6 +23,8 @@ class HFEngine(Engine):
         self.version = f"transformers {transformers.__version__} torch {torch.__version__}"
         self._asked = contract
         self._facts = read_target_facts(path)
+        # A progress bar has no place among JSON log lines.
+        transformers.utils.logging.disable_progress_bar()
         self._target: HFTarget | None = HFTarget.load(
             path,
             tuple(contract.layers),
