@@ -1,8 +1,8 @@
 """Where in a rendered conversation the assistant speaks: exact character spans, with any chat template.
 
-The conversation is rendered twice: as it is, and with two private-use characters around each answer. When the second text,
-without those characters, equals the first, they mark the answers exactly; no model family's pattern is searched for.
-A template that trims or splits content is met by moving the marks inwards, past white space or a thinking block.
+The conversation is rendered twice: as it is, and with two private-use characters around each answer. When the second
+text, without those characters, equals the first, they mark the answers exactly; no model family's pattern is searched
+for. A template that trims or splits content is met by moving the marks inwards, past white space or a thinking block.
 """
 
 import re
@@ -17,6 +17,8 @@ _MARKS = re.compile(f"[{_START}{_END}]")
 _THINK_END = "</think>"
 
 Render = Callable[[list[Message]], str]
+# Content → what stays outside the marks before it, the marked part, what stays outside after it.
+Split = Callable[[str], tuple[str, str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,9 @@ def lay_out(conversation: Conversation, render: Render, generation_prompt: str) 
         raise RowRejected("reserved_text", f"content holds {_START!r} or {_END!r}")
     text = render(messages)
     for split in (_whole, _inside_white_space, _after_thinking):
-        marked = render([_marked(m, split) if m["role"] == "assistant" else m for m in messages])
-        if _MARKS.sub("", marked) == text:
-            return _spans(messages, text, marked, generation_prompt)
-    raise RowRejected("template_rewrites_content", "the chat template changes an answer; its tokens cannot be located")
+        if (found := _locate(messages, text, split, render)) is not None:
+            return _supervise(messages, text, found, generation_prompt)
+    raise RowRejected("template_rewrites_content", "the chat template changes an answer, so it cannot be located")
 
 
 def _whole(content: str) -> tuple[str, str, str]:
@@ -72,10 +73,10 @@ def _after_thinking(content: str) -> tuple[str, str, str]:
     return head + tag + before, core, after
 
 
-def _marked(message: Message, split: Callable[[str], tuple[str, str, str]]) -> Message:
+def _marked(message: Message, split: Split) -> Message:
     """Marks the answer; a message that only calls tools is marked at the first call's name, as its content is empty."""
     content = message["content"]
-    if not content.strip() and message.get("tool_calls"):
+    if _calls_only(message):
         first, *rest = message["tool_calls"]
         function = {**first["function"], "name": _START + first["function"]["name"] + _END}
         return {**message, "tool_calls": [{**first, "function": function}, *rest]}
@@ -83,22 +84,34 @@ def _marked(message: Message, split: Callable[[str], tuple[str, str, str]]) -> M
     return {**message, "content": before + _START + core + _END + after}
 
 
-def _spans(messages: list[Message], text: str, marked: str, generation_prompt: str) -> Layout:
-    positions = [match.start() - i for i, match in enumerate(_MARKS.finditer(marked))]
+def _locate(messages: list[Message], text: str, split: Split, render: Render) -> list[Span] | None:
+    """Every answer's characters in `text`; None when marks placed by `split` do not survive the template unchanged."""
     answers = [m for m in messages if m["role"] == "assistant"]
-    if len(positions) != 2 * len(answers):
-        raise RowRejected("template_rewrites_content", f"{len(positions) // 2} of {len(answers)} answers are rendered")
+    marked = render([_marked(m, split) if m["role"] == "assistant" else m for m in messages])
+    positions = [match.start() - i for i, match in enumerate(_MARKS.finditer(marked))]
+    if _MARKS.sub("", marked) != text or len(positions) != 2 * len(answers):
+        return None
+    spans = [Span(start, end) for start, end in zip(positions[::2], positions[1::2], strict=True)]
+    for message, span in zip(answers, spans, strict=True):
+        # The template may have changed what is between the marks, which the comparison above cannot tell.
+        if not _calls_only(message) and text[span.start : span.end] != split(message["content"])[1]:
+            return None
+    return spans
+
+
+def _supervise(messages: list[Message], text: str, found: list[Span], generation_prompt: str) -> Layout:
+    answers = [m for m in messages if m["role"] == "assistant"]
     spans: list[Span] = []
     flags: list[str] = []
     floor = 0
-    for message, start, end in zip(answers, positions[::2], positions[1::2], strict=True):
-        span = _generated(message, text, Span(start, end), floor, generation_prompt)
+    for message, answer in zip(answers, found, strict=True):
+        span = _generated(message, text, answer, floor, generation_prompt)
         if span is None:
             # The turn was generated after its own reasoning, which this rendering no longer shows: context only.
             flags.append("history_reasoning_dropped")
         else:
             spans.append(span)
-        floor = end
+        floor = answer.end
     if not spans:
         raise RowRejected(
             "reasoning_dropped", "the template deletes the reasoning that every answer was generated after"
@@ -119,10 +132,13 @@ def _generated(message: Message, text: str, answer: Span, floor: int, generation
         return None
     calls = bool(message.get("tool_calls"))
     gap = text[begin : answer.start]
-    calls_only = calls and not message["content"].strip()
-    if gap and (gap.isspace() or calls_only or (reasoning and reasoning in gap)):
+    if gap and (gap.isspace() or _calls_only(message) or (reasoning and reasoning in gap)):
         return Span(begin, answer.end, open_ended=calls)
     return Span(answer.start, answer.end, open_ended=calls)
+
+
+def _calls_only(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and not message["content"].strip()
 
 
 def _reasoning(message: Message) -> str:

@@ -1,7 +1,7 @@
 """Conversation files → prompt set: streaming, content-addressed, published in one rename.
 
 The directory's name is a hash of everything that decides its content: the files' contents, tokenizer, chat template,
-options and this code's revision. Preparing the same thing again is one look at a directory; a new template is a new one.
+options and this code's revision. Preparing the same thing again only opens it; a new template is a new directory.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Conversation → token ids and loss mask, with the tokenizer's own chat template.
 
 The loss mask says which tokens the target generated: an answer's content and its end-of-turn token; not the newline
-after it, not headers, not blocks the template inserts. The whole conversation is tokenised once and the mask follows from
-character offsets: the cost is linear in its length, and multi-byte characters cannot shift it.
+after it, not headers, not blocks the template inserts. The whole conversation is tokenised once and the mask follows
+from character offsets: the cost is linear in its length, and multi-byte characters cannot shift it.
 """
 
 import itertools
@@ -57,8 +57,8 @@ class ChatRenderer:
         if backend is None:
             raise DataError(
                 "SF-DATA-SLOW-TOKENIZER",
-                f"{type(self.tokenizer).__name__} has no fast backend, so answers cannot be located by character offsets. "
-                "Convert it to a tokenizer.json first",
+                f"{type(self.tokenizer).__name__} has no fast backend, so answers cannot be located by character "
+                "offsets. Convert it to a tokenizer.json first",
             )
         # A private copy without post-processor: no BOS is added to rendered text, and offsets are not trimmed.
         self._encoder = type(backend).from_str(backend.to_str())
@@ -85,8 +85,8 @@ class ChatRenderer:
         if not tokenizer.chat_template:
             raise DataError(
                 "SF-DATA-NO-TEMPLATE",
-                f"the tokenizer of {target_dir} has no chat template, so conversations cannot be rendered as an engine would "
-                "do it. Put the model's chat_template.jinja into that directory (instruct variants ship one)",
+                f"the tokenizer of {target_dir} has no chat template, so conversations cannot be rendered as an engine "
+                "would do it. Put the model's chat_template.jinja into that directory (instruct variants ship one)",
             )
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return cls(tokenizer, vocab_size, frozenset([*stop_ids, *own]))
@@ -242,8 +242,8 @@ def _cut(
     flags: list[str],
     options: RenderOptions,
 ) -> Rendered:
-    """Applies the limits. A cut answer ends the sample without end-of-turn token; whatever follows an answer that is the
-    last supervised one is dropped, so that it costs no prefill."""
+    """Applies the limits. A cut answer ends the sample without end-of-turn token; what follows the last supervised
+    token is dropped, so that it costs no prefill."""
     limit = options.max_length
     if options.max_response_tokens:
         for first, stop in turns:

@@ -24,7 +24,7 @@ class VocabMap:
         if not np.array_equal(np.flatnonzero(self.t2d), self.target_ids):
             raise DataError(
                 "SF-DATA-VOCAB-MAP",
-                f"d2t ({len(self.d2t)} draft ids) and t2d ({int(self.t2d.sum())} of {len(self.t2d)} target ids) disagree",
+                f"d2t ({len(self.d2t)} draft ids) and t2d ({self.t2d.sum()} of {len(self.t2d)} target ids) disagree",
             )
 
     @property
@@ -56,15 +56,15 @@ def count_loss_tokens(prompt_set: PromptSet, vocab_size: int) -> npt.NDArray[np.
         if supervised.size and not 0 <= int(supervised.min()) <= int(supervised.max()) < vocab_size:
             raise DataError(
                 "SF-DATA-VOCAB-ID",
-                f"{prompt_set.path} holds token ids {int(supervised.min())}..{int(supervised.max())}, the target's vocabulary "
-                f"ends at {vocab_size - 1}: it was prepared with another tokenizer",
+                f"{prompt_set.path} holds token ids {supervised.min()}..{supervised.max()}, the vocabulary of the "
+                f"target ends at {vocab_size - 1}: it was prepared with another tokenizer",
             )
         counts += np.bincount(supervised, minlength=vocab_size)
     return counts
 
 
 def build_vocab_map(counts: npt.NDArray[np.int64], draft_vocab_size: int, required_ids: Iterable[int] = ()) -> VocabMap:
-    """The draft_vocab_size commonest target ids (ties: smaller id first), with every required id (EOS, stop ids) forced in.
+    """The commonest target ids (ties: smaller id first), with every required id (EOS, stop ids) forced in.
 
     When fewer ids were ever supervised the rest is filled with the smallest unused ids, so every draft id is a valid
     target id. draft_vocab_size equal to V is the identity.
@@ -82,7 +82,7 @@ def build_vocab_map(counts: npt.NDArray[np.int64], draft_vocab_size: int, requir
     if required.size > draft_vocab_size:
         raise DataError(
             "SF-DATA-VOCAB-SIZE",
-            f"draft_vocab_size is {draft_vocab_size}, but {required.size} end and stop ids must be in it: {required.tolist()}",
+            f"draft_vocab_size is {draft_vocab_size}, but {required.size} stop ids must be in it: {required.tolist()}",
         )
     t2d = np.zeros(vocab_size, dtype=np.bool_)
     t2d[required] = True

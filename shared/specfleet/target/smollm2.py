@@ -155,10 +155,12 @@ def _tensors(gguf: Path, config: Any) -> dict[str, Any]:
     tensors = {}
     for entry in gguf_package.GGUFReader(gguf).tensors:
         values = gguf_package.dequantize(entry.data, entry.tensor_type)
-        layer, part = _LAYER_NAME.fullmatch(entry.name).groups() if entry.name.startswith("blk.") else ("", entry.name)
-        if part.removesuffix(".weight") in heads:
-            values = _half_split(values, heads[part.removesuffix(".weight")])
-        name = _NAMES[part.removesuffix(".weight")]
+        in_layer = _LAYER_NAME.fullmatch(entry.name)
+        layer, part = in_layer.groups() if in_layer else ("", entry.name)
+        part = part.removesuffix(".weight")
+        if part in heads:
+            values = _half_split(values, heads[part])
+        name = _NAMES[part]
         full = f"model.layers.{layer}.{name}.weight" if layer else f"model.{name}.weight"
         # The values of a dequantised view may share the read-only file map: copy before torch takes them.
         tensors[full] = torch.from_numpy(values.copy()).to(torch.bfloat16)
@@ -168,8 +170,8 @@ def _tensors(gguf: Path, config: Any) -> dict[str, Any]:
 def _half_split(weight: Any, heads: int) -> Any:
     """Rows of a query or key projection [heads·d, H], from GGUF's order to Hugging Face's.
 
-    GGUF keeps the two halves of each rotary pair next to each other (0, d/2, 1, d/2 + 1 …); Hugging Face's rotation expects
-    all first halves, then all second halves.
+    GGUF keeps the two members of each rotary pair next to each other (0, d/2, 1, d/2 + 1 …); Hugging Face's rotation
+    expects all first members, then all second ones.
     """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).transpose(0, 2, 1, 3).reshape(rows, width)
