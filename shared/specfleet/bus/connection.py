@@ -9,7 +9,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 
-from specfleet.contracts.errors import ConfigError
+from specfleet.contracts.errors import ConfigError, UnreachableError
 
 log = structlog.get_logger()
 
@@ -55,6 +55,10 @@ def parse_servers(url: str) -> tuple[list[str], int]:
 def _redacted(url: str) -> str:
     credentials, at, rest = url.rpartition("@")
     return f"{credentials.split('://')[0]}://…@{rest}" if at else url
+
+
+def closed_error() -> UnreachableError:
+    return UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use")
 
 
 class Connection:

@@ -10,9 +10,8 @@ import nats.js.errors
 import structlog
 from nats.js import api
 
-from specfleet.bus.connection import TRANSIENT
+from specfleet.bus.connection import TRANSIENT, closed_error
 from specfleet.bus.pull import Outcome, Puller
-from specfleet.contracts.errors import UnreachableError
 
 if TYPE_CHECKING:
     from specfleet.bus.jetstream import JetStreamBus
@@ -83,7 +82,7 @@ class _Follower:
                 self._consumer = name
                 return
             except nats.errors.ConnectionClosedError as error:
-                raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
+                raise closed_error() from error
             except (*TRANSIENT, nats.js.errors.APIError) as error:
                 log.info(
                     "cannot follow yet; trying again", subject=self._subject, error=f"{type(error).__name__}: {error}"
@@ -99,7 +98,7 @@ class _Follower:
             try:
                 await self.puller.request(self._stream, self._consumer, _BATCH, _WAIT_S)
             except nats.errors.ConnectionClosedError as error:
-                raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
+                raise closed_error() from error
             except TRANSIENT:
                 return
             deadline = loop.time() + _WAIT_S + _ANSWER_GRACE_S

@@ -13,7 +13,7 @@ import structlog
 from nats.js import JetStreamContext, api
 
 from specfleet.bus.base import Bus, StreamInfo, Subscription
-from specfleet.bus.connection import TRANSIENT, Connection, parse_servers
+from specfleet.bus.connection import TRANSIENT, Connection, closed_error, parse_servers
 from specfleet.bus.follow import follow_stream
 from specfleet.bus.pull import Puller
 from specfleet.bus.replies import Replies
@@ -27,7 +27,7 @@ from specfleet.bus.streams import (
     stream_of,
 )
 from specfleet.bus.subscription import PullSubscription
-from specfleet.contracts.errors import HostError, UnreachableError
+from specfleet.contracts.errors import HostError
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class JetStreamBus(Bus):
 
     def __init__(self, url: str) -> None:
         servers, self._replicas = parse_servers(url)
-        self._connection = Connection(servers, self._after_reconnect)
+        self._connection = Connection(servers, self._interrupt_waiting)
         self._jetstream: JetStreamContext = self._connection.client.jetstream(timeout=REQUEST_TIMEOUT_S)
         self._replies = Replies(self._connection.client)
         self._pullers: set[Puller] = set()
@@ -81,7 +81,7 @@ class JetStreamBus(Bus):
                 # Nobody listens on the subject: the server lost its streams, or JetStream is not up yet.
                 await self.ensure_streams()
             except nats.errors.ConnectionClosedError as error:
-                raise self._closed_error() from error
+                raise closed_error() from error
             except nats.js.errors.BadRequestError as error:
                 raise HostError(
                     "SF-BUS-REFUSED", f"the server refuses a message to {subject!r}: {error.description}"
@@ -120,7 +120,7 @@ class JetStreamBus(Bus):
                 await self._jetstream.purge_stream(stream, subject=subject)
                 return
             except nats.errors.ConnectionClosedError as error:
-                raise self._closed_error() from error
+                raise closed_error() from error
             except TRANSIENT as error:
                 log.info("purge not done yet; trying again", subject=subject, error=str(error))
                 await self.ensure_streams()
@@ -138,7 +138,7 @@ class JetStreamBus(Bus):
             try:
                 return await self._jetstream.stream_info(stream)
             except nats.errors.ConnectionClosedError as error:
-                raise self._closed_error() from error
+                raise closed_error() from error
             except TRANSIENT:
                 await self.ensure_streams()
             await asyncio.sleep(pause_s)
@@ -146,6 +146,8 @@ class JetStreamBus(Bus):
 
     async def close(self) -> None:
         await self._connection.close()
+        # Whoever still waits learns that nothing will come.
+        self._interrupt_waiting()
 
     async def ensure_streams(self) -> None:
         """Creates or updates every stream, retrying until the server answers. Callers share one round of requests."""
@@ -161,7 +163,7 @@ class JetStreamBus(Bus):
                     self._ensured_at = started
                     return
                 except nats.errors.ConnectionClosedError as error:
-                    raise self._closed_error() from error
+                    raise closed_error() from error
                 except TRANSIENT as error:
                     log.info("streams not ready; trying again", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(pause_s)
@@ -179,7 +181,7 @@ class JetStreamBus(Bus):
             return
         try:
             await self._jetstream.update_stream(existing.evolve(**differing))
-        except nats.js.errors.BadRequestError as error:
+        except (nats.js.errors.BadRequestError, nats.js.errors.ServerError) as error:
             raise HostError(
                 "SF-BUS-STREAM",
                 f"stream {wanted.name} exists with other settings that cannot be changed ({', '.join(differing)}): "
@@ -198,13 +200,10 @@ class JetStreamBus(Bus):
         with suppress(nats.errors.Error):
             await puller.close()
 
-    def _after_reconnect(self) -> None:
+    def _interrupt_waiting(self) -> None:
         self._replies.interrupt()
         for puller in self._pullers:
             puller.wake()
-
-    def _closed_error(self) -> UnreachableError:
-        return UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use")
 
 
 def stream_config(spec: StreamSpec, replicas: int) -> api.StreamConfig:

@@ -190,7 +190,7 @@ class MemoryBus(Bus):
                 seen = message.sequence
                 if subject_matches(subject, message.subject):
                     yield message.data
-            if not any(sequence > seen for sequence in reversed(stream.messages)):
+            if next(reversed(stream.messages), 0) <= seen:
                 await self._broker.wait(None)
 
     async def purge(self, subject: str) -> None:

@@ -43,11 +43,15 @@ class Puller:
             await self._subscription.unsubscribe()
 
     @property
+    def closed(self) -> bool:
+        return bool(self._client.is_closed)
+
+    @property
     def connected(self) -> bool:
         return bool(self._client.is_connected)
 
     def wake(self) -> None:
-        """The connection was re-established."""
+        """The connection was re-established, or closed: whoever waits looks again."""
         self._queue.put_nowait(None)
 
     async def request(self, stream: str, consumer: str, batch: int, expires_s: float = 0.0) -> None:

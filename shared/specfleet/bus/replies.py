@@ -30,7 +30,7 @@ class Replies:
         await self._client.subscribe(f"{self._prefix}.*", cb=self._receive)
 
     def interrupt(self) -> None:
-        """The connection was re-established."""
+        """The connection was re-established, or closed."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_result(None)

@@ -11,9 +11,9 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from specfleet.bus.base import Message, Subscription
-from specfleet.bus.connection import TRANSIENT
+from specfleet.bus.connection import TRANSIENT, closed_error
 from specfleet.bus.pull import Outcome, Puller
-from specfleet.contracts.errors import HostError, UnreachableError
+from specfleet.contracts.errors import HostError
 
 if TYPE_CHECKING:
     from specfleet.bus.jetstream import JetStreamBus
@@ -107,6 +107,8 @@ class PullSubscription(Subscription):
         while len(taken) < max_messages and (late := self._puller.buffered()) is not None:
             taken.append(self._hold(late))
         while not self._closed:
+            if self._puller.closed:
+                raise closed_error()
             if not taken and not self._puller.connected:
                 # A request sent now would only pile up with others until the connection is back.
                 if await self._puller.next(deadline) is Outcome.TIMEOUT:
@@ -140,7 +142,7 @@ class PullSubscription(Subscription):
         try:
             await self._puller.request(self._stream, self._durable, batch, wait_s)
         except nats.errors.ConnectionClosedError as error:
-            raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
+            raise closed_error() from error
         except TRANSIENT:
             return Outcome.TIMEOUT
         deadline = asyncio.get_running_loop().time() + wait_s + _ANSWER_GRACE_S
@@ -174,7 +176,7 @@ class PullSubscription(Subscription):
                     f"stream {self._stream}: {error.description}; each subject of a work queue has one durable",
                 ) from error
             except nats.errors.ConnectionClosedError as error:
-                raise UnreachableError("SF-BUS-CLOSED", "the bus connection was closed while it was in use") from error
+                raise closed_error() from error
             except nats.js.errors.NotFoundError:
                 await self._bus.ensure_streams()
             except TRANSIENT as error:
