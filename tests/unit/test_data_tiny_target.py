@@ -15,5 +15,7 @@ def test_two_builds_are_byte_identical(tmp_path: Path) -> None:
 def test_chatml_ids() -> None:
     tokenizer = make_tiny_tokenizer()
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 2, 384)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
