@@ -44,7 +44,8 @@ def load_library() -> ModuleType:
         ) from error
     except ImportError as error:
         raise _library_error(str(error)) from error
-    return mooncake.store  # type: ignore[no-any-return]
+    library: ModuleType = mooncake.store
+    return library
 
 
 def _library_error(message: str) -> HostError:
@@ -84,7 +85,7 @@ class Connection:
             return None
         block = (ctypes.c_uint8 * num_bytes).from_address(address)
         weakref.finalize(block, _give_back, self, address).atexit = False
-        return np.frombuffer(block, dtype=np.uint8)
+        return np.frombuffer(memoryview(block), dtype=np.uint8)
 
     def lent(self, data: Bytes) -> bool:
         """Whether the array lies in memory this connection lent."""

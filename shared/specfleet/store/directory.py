@@ -156,7 +156,7 @@ class DirectoryStore(FeatureStore):
             raise OSError(errno.ENOENT, "the folder keeps vanishing", str(path.parent))
         try:
             with open(fd, "wb", buffering=0) as file:
-                view = memoryview(data)
+                view = data.data
                 while view:  # one write() moves at most 2 GiB
                     view = view[file.write(view) :]
                 os.fsync(fd)

@@ -1,7 +1,6 @@
 """The in-memory twin: same promises as Mooncake, inside one process. For tests and single-process tools."""
 
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,13 @@ class MemoryPool:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+        self.openers = 0
         self.objects: dict[str, Bytes] = {}
         self.lock = threading.Lock()
 
 
 # A pool lives as long as a store is open on it.
-_POOLS: "weakref.WeakValueDictionary[str, MemoryPool]" = weakref.WeakValueDictionary()
+_POOLS: dict[str, MemoryPool] = {}
 _POOLS_LOCK = threading.Lock()
 
 
@@ -44,6 +44,7 @@ class MemoryStore(FeatureStore):
             pool = _POOLS.get(name)
             if pool is None:
                 pool = _POOLS[name] = MemoryPool(name, capacity_bytes)
+            pool.openers += 1
         self._pool: MemoryPool | None = pool
 
     def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
@@ -95,7 +96,12 @@ class MemoryStore(FeatureStore):
         return StoreStats(capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes)
 
     def close(self) -> None:
-        self._pool = None
+        with _POOLS_LOCK:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.openers -= 1
+                if pool.openers == 0:
+                    del _POOLS[pool.name]
 
     def _open(self) -> MemoryPool:
         if self._pool is None:

@@ -6,15 +6,12 @@ decide.
 """
 
 import contextlib
-import ctypes
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
 
 from specfleet.contracts.errors import StoreError, StoreFullError
 from specfleet.store.arena import aligned
@@ -24,14 +21,14 @@ from specfleet.store.connection import (
     INVALID,
     LEASE_EXPIRED,
     NO_ROOM,
-    NOT_READY,
     Connection,
     load_library,
     open_connection,
 )
 from specfleet.store.prefault import prefault
 from specfleet.store.processes import master_command, owner_command, read_metrics
-from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs, tensor_view, verify
+from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs
+from specfleet.store.transfer import BUFFER_WAIT_S, GONE, SETTLED, Read, groups_of, memory_at, stage
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
 if TYPE_CHECKING:
@@ -42,18 +39,11 @@ __all__ = ["MooncakeStore", "master_command", "owner_command", "prefault"]
 T = TypeVar("T")
 
 DEFAULT_BUFFER_BYTES = 256 << 20
-# Objects move in groups: while one is transferred, the next is copied and hashed.
-_GROUP_BYTES = 8 << 20
 # Below this a hand-over between threads costs more than the overlap gains.
 _INLINE_BYTES = 2 << 20
-_BUFFER_WAIT_S = 60.0
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.1, 2.0
 _CLOSE_WAIT_S = 60.0
 _REMOVE_BATCH = 1024
-
-_GONE = frozenset({NOT_READY, ABSENT})
-# Answers after which no transfer is under way.
-_SETTLED = _GONE | {NO_ROOM, INVALID, LEASE_EXPIRED}
 
 
 class MooncakeStore(FeatureStore):
@@ -217,7 +207,7 @@ class MooncakeStore(FeatureStore):
 
     def _write(self, connection: Connection, plan: list[tuple[FeatureSpec, Bytes]]) -> list[int]:
         """Transfers everything and fills in the checksums. Returns one code per object."""
-        groups = _groups([spec.num_bytes for spec, _ in plan])
+        groups = groups_of([spec.num_bytes for spec, _ in plan], connection)
         transfers: list[Callable[[], list[int]]] = []
         try:
             for group in groups:
@@ -233,13 +223,13 @@ class MooncakeStore(FeatureStore):
         self, connection: Connection, members: list[tuple[FeatureSpec, Bytes]], inline: bool
     ) -> Callable[[], list[int]]:
         copied = [data for _, data in members if not connection.lent(data)]
-        block = _stage(connection, sum(aligned(data.nbytes) for data in copied)) if copied else None
+        block = stage(connection, sum(aligned(data.nbytes) for data in copied)) if copied else None
         cursor, addresses = block or 0, []
         for _, data in members:
             if connection.lent(data):
                 addresses.append(data.ctypes.data)
             else:
-                _at(cursor, data.nbytes)[:] = data
+                memory_at(cursor, data.nbytes)[:] = data
                 addresses.append(cursor)
                 cursor += aligned(data.nbytes)
         keys, sizes = [spec.key for spec, _ in members], [spec.num_bytes for spec, _ in members]
@@ -247,7 +237,7 @@ class MooncakeStore(FeatureStore):
         def transfer() -> list[int]:
             codes: list[int] = connection.client.batch_put_from(keys, addresses, sizes, self._config)
             # After any other failure a transfer may still be reading: the block retires with the connection.
-            if block is not None and all(code == 0 or code in _SETTLED for code in codes):
+            if block is not None and all(code == 0 or code in SETTLED for code in codes):
                 connection.staging.release(block)
             return codes
 
@@ -266,7 +256,7 @@ class MooncakeStore(FeatureStore):
             )
         for spec in specs:
             found = connection.client.get_size(spec.key)
-            if found < 0 and found not in _GONE:
+            if found < 0 and found not in GONE:
                 raise self._broken(connection, f"size check of {spec.key}", found)
             if found != spec.num_bytes:
                 raise StoreError(
@@ -278,16 +268,16 @@ class MooncakeStore(FeatureStore):
 
     def _read(self, connection: Connection, specs: list[FeatureSpec]) -> "dict[str, torch.Tensor]":
         """Verifies one group while the next is transferred."""
-        groups = _groups([spec.num_bytes for spec in specs])
+        groups = groups_of([spec.num_bytes for spec in specs], connection)
         tensors: dict[str, torch.Tensor] = {}
-        pending: list[_Read] = []
+        pending: list[Read] = []
         try:
             for group in groups:
-                read = _Read([specs[index] for index in group], connection)
-                if not read.reserve(wait_s=0.0 if pending else _BUFFER_WAIT_S):
+                read = Read([specs[index] for index in group], connection)
+                if not read.reserve(wait_s=0.0 if pending else BUFFER_WAIT_S):
                     # Waiting while holding memory could deadlock two readers: give back first.
                     tensors |= self._finish_read(pending.pop(), connection)
-                    read.reserve(wait_s=_BUFFER_WAIT_S)
+                    read.reserve(wait_s=BUFFER_WAIT_S)
                 read.codes = self._run(read.transfer, inline=len(groups) == 1 and read.num_bytes <= _INLINE_BYTES)
                 pending.append(read)
                 if len(pending) > 1:
@@ -300,7 +290,7 @@ class MooncakeStore(FeatureStore):
                     read.release(read.codes())
         return tensors
 
-    def _finish_read(self, read: "_Read", connection: Connection) -> "dict[str, torch.Tensor]":
+    def _finish_read(self, read: Read, connection: Connection) -> "dict[str, torch.Tensor]":
         codes = read.codes()
         try:
             for spec, code in zip(read.specs, codes, strict=True):
@@ -319,7 +309,7 @@ class MooncakeStore(FeatureStore):
                 raise lost(spec, f"found {found}")
         if code >= 0:
             raise lost(spec, f"found {code}")
-        if code in _GONE:
+        if code in GONE:
             raise lost(spec, f"found none (code {code})")
         if code == LEASE_EXPIRED:
             raise StoreError("SF-STORE-SLOW-READ", f"reading {spec.key} took longer than its lease; read it again")
@@ -350,91 +340,3 @@ class MooncakeStore(FeatureStore):
             result = call()
             return lambda: result
         return self._movers.submit(call).result
-
-
-class _Read:
-    """One group of objects on its way into memory: lent where some is free, else staged and copied out."""
-
-    def __init__(self, specs: list[FeatureSpec], connection: Connection) -> None:
-        self.specs = specs
-        self.num_bytes = sum(spec.num_bytes for spec in specs)
-        self.codes: Callable[[], list[int]] = list
-        self._connection = connection
-        self._lent = [connection.lend(spec.num_bytes) for spec in specs]
-        self._staged: int | None = None
-        self._arrays: list[Bytes] = []
-
-    def reserve(self, wait_s: float) -> bool:
-        """Finds memory for what could not be lent. False: none free and wait_s is 0; StoreError after a wait."""
-        missing = sum(
-            aligned(spec.num_bytes) for spec, lent in zip(self.specs, self._lent, strict=True) if lent is None
-        )
-        if missing:
-            if wait_s == 0.0:
-                self._staged = self._connection.staging.try_acquire(missing)
-                if self._staged is None:
-                    return False
-            else:
-                self._staged = _stage(self._connection, missing, wait_s)
-        cursor = self._staged or 0
-        for spec, lent in zip(self.specs, self._lent, strict=True):
-            if lent is None:
-                self._arrays.append(_at(cursor, spec.num_bytes))
-                cursor += aligned(spec.num_bytes)
-            else:
-                self._arrays.append(lent)
-        return True
-
-    def transfer(self) -> list[int]:
-        codes: list[int] = self._connection.client.batch_get_into(
-            [spec.key for spec in self.specs],
-            [array.ctypes.data for array in self._arrays],
-            [array.nbytes for array in self._arrays],
-        )
-        return codes
-
-    def tensors(self) -> "dict[str, torch.Tensor]":
-        """Verified tensors by name; staged ones are copied into memory of their own."""
-        found = {}
-        for spec, array, lent in zip(self.specs, self._arrays, self._lent, strict=True):
-            verify(spec, array)
-            found[spec.name] = tensor_view(spec, array.copy() if lent is None else array)
-        return found
-
-    def release(self, codes: list[int]) -> None:
-        """Gives staged memory back, unless a failed transfer may still write into it: it retires with the region."""
-        if self._staged is not None and all(code >= 0 or code in _SETTLED for code in codes):
-            self._connection.staging.release(self._staged)
-            self._staged = None
-
-
-def _groups(sizes: Sequence[int]) -> list[list[int]]:
-    """Neighbouring indices in groups of at least _GROUP_BYTES (the last may be smaller)."""
-    groups: list[list[int]] = []
-    filled = _GROUP_BYTES
-    for index, size in enumerate(sizes):
-        if filled >= _GROUP_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(index)
-        filled += size
-    return groups
-
-
-def _at(address: int, num_bytes: int) -> Bytes:
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=np.uint8)
-
-
-def _stage(connection: Connection, num_bytes: int, wait_s: float = _BUFFER_WAIT_S) -> int:
-    """Address of transfer memory for copies."""
-    staging = connection.staging
-    try:
-        return staging.acquire(num_bytes, wait_s)
-    except ValueError:
-        raise StoreError(
-            "SF-STORE-OBJECT-TOO-LARGE",
-            f"{num_bytes} bytes in one transfer do not fit the {staging.size} bytes of transfer memory for copies; "
-            f"set buffer={2 * num_bytes} or more in the store URL",
-        ) from None
-    except TimeoutError as error:
-        raise StoreError("SF-STORE-BUFFERS", f"transfer memory stayed busy: {error}") from None

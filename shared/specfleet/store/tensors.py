@@ -51,7 +51,7 @@ def byte_view(name: str, tensor: "torch.Tensor") -> Bytes:
 
 def checksum(data: Bytes) -> int:
     """xxh3-64. Releases the GIL, so threads hash in parallel."""
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def plan_specs(
