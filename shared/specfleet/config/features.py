@@ -1,9 +1,16 @@
 """What each strategy asks capture for: layers, final state. Torch-free, so that a contract can be written anywhere."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from specfleet.config.models import RunConfig, StrategySection
+from specfleet.config.models import (
+    DFlashSection,
+    DominoSection,
+    DSparkSection,
+    Eagle3Section,
+    PEagleSection,
+    RunConfig,
+    StrategySection,
+)
 from specfleet.contracts.errors import ConfigError
 
 
@@ -16,25 +23,33 @@ class FeatureRequest:
 
 
 def eagle3_layers(num_hidden_layers: int) -> tuple[int, ...]:
-    """The EAGLE3 default: outputs of layers 1, L//2 − 1 and L − 4 (SGLang's before-layer 2, L//2, L − 3)."""
+    """The EAGLE family's default: outputs of layers 1, L//2 − 1 and L − 4 (SGLang's before-layer 2, L//2, L − 3)."""
     return (1, num_hidden_layers // 2 - 1, num_hidden_layers - 4)
 
 
-@dataclass(frozen=True)
-class _Needs:
-    default_layers: Callable[[int], tuple[int, ...]]
-    final_state: str
+def dflash_layers(num_hidden_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The DFlash family's default: one captured layer per draft layer, spread evenly over 1 … L − 3 (halves to even)."""
+    if num_draft_layers == 1:
+        return (num_hidden_layers // 2,)
+    spread = num_hidden_layers - 4
+    return tuple(round(1 + i * spread / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-_NEEDS: dict[str, _Needs] = {
-    "eagle3": _Needs(eagle3_layers, "post_norm"),
-}
+def _needs(strategy: StrategySection, num_hidden_layers: int) -> FeatureRequest:
+    """Default layers and final state of each strategy."""
+    match strategy:
+        case Eagle3Section() | PEagleSection():
+            return FeatureRequest(eagle3_layers(num_hidden_layers), "post_norm")
+        case DSparkSection():
+            return FeatureRequest(dflash_layers(num_hidden_layers, strategy.num_layers), "post_norm")
+        case DFlashSection() | DominoSection():
+            return FeatureRequest(dflash_layers(num_hidden_layers, strategy.num_layers), "none")
 
 
 def feature_request(strategy: StrategySection, num_hidden_layers: int) -> FeatureRequest:
     """Raises ConfigError SF-CONFIG-LAYERS when a layer id is out of range, repeated or out of order."""
-    needs = _NEEDS[strategy.name]
-    layers = tuple(strategy.layers) if strategy.layers is not None else needs.default_layers(num_hidden_layers)
+    needs = _needs(strategy, num_hidden_layers)
+    layers = tuple(strategy.layers) if strategy.layers is not None else needs.layers
     chosen = "strategy.layers" if strategy.layers is not None else f"the default layers of {strategy.name}"
     if not layers or list(layers) != sorted(set(layers)):
         raise ConfigError("SF-CONFIG-LAYERS", f"{chosen} {list(layers)} must be distinct and ascending")

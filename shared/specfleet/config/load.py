@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from specfleet.config.models import RunConfig
+from specfleet.config.models import STRATEGY_SECTIONS, RunConfig
 from specfleet.contracts.errors import ConfigError
 
 
@@ -86,21 +86,34 @@ def _validate(document: Any, origin: str) -> RunConfig:
 
 
 def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
+    shown_parts = [str(part) for part in item["loc"]]
+    if shown_parts[:1] == ["strategy"] and shown_parts[1:2] and shown_parts[1] in STRATEGY_SECTIONS:
+        del shown_parts[1]  # which form of the section it is, not a key anybody wrote
+    where = ".".join(shown_parts)
     if item["type"] == "extra_forbidden":
         names = _field_names(item["loc"][:-1])
         near = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
         return f"unknown key {where!r}; {hint}"
+    if item["type"] == "union_tag_invalid":
+        near = difflib.get_close_matches(str(item["ctx"]["tag"]), STRATEGY_SECTIONS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{where}.name: there is no strategy {item['ctx']['tag']!r}, known: {', '.join(STRATEGY_SECTIONS)}{hint}"
     message = item["msg"].removeprefix("Value error, ")
     shown = "" if item["type"] in ("value_error", "missing") else f" (got {item['input']!r})"
     return f"{where}: {message}{shown}" if where else f"{message}{shown}"
 
 
 def _field_names(location: tuple[Any, ...]) -> list[str]:
+    """Keys of the section at a location. Inside `strategy` the location's next part names the strategy."""
     model: type[BaseModel] = RunConfig
-    for part in location:
-        field = model.model_fields.get(str(part))
+    parts = [str(part) for part in location]
+    while parts:
+        part = parts.pop(0)
+        if model is RunConfig and part == "strategy" and parts:
+            model = STRATEGY_SECTIONS[parts.pop(0)]
+            continue
+        field = model.model_fields.get(part)
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
             return []
         model = field.annotation

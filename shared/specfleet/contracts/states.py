@@ -49,7 +49,9 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     RunState.PENDING: frozenset({RunState.PREPARING, RunState.CANCELLED, RunState.FAILED}),
     RunState.PREPARING: frozenset({RunState.RUNNING, RunState.PAUSED, RunState.CANCELLED, RunState.FAILED}),
     RunState.RUNNING: frozenset({RunState.PAUSED, RunState.DRAINING, RunState.CANCELLED, RunState.FAILED}),
-    RunState.PAUSED: frozenset({RunState.RUNNING, RunState.PREPARING, RunState.DRAINING, RunState.CANCELLED, RunState.FAILED}),
+    RunState.PAUSED: frozenset(
+        {RunState.RUNNING, RunState.PREPARING, RunState.DRAINING, RunState.CANCELLED, RunState.FAILED}
+    ),
     # back to RUNNING: the final checkpoint was lost and the trainer was restored to an earlier one
     RunState.DRAINING: frozenset(
         {RunState.SUCCEEDED, RunState.DEGRADED, RunState.FAILED, RunState.CANCELLED, RunState.RUNNING, RunState.PAUSED}

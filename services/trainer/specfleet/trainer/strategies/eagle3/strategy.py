@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specfleet.config.models import RunConfig, StrategySection
+from specfleet.config.models import RunConfig, Eagle3Section
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from specfleet.target.dtypes import compute_dtype
@@ -27,7 +27,7 @@ class Eagle3Strategy(Strategy):
     """term_weights: step_i → step_decay**i. Each term is a mean over the supervised rows of its step."""
 
     def __init__(
-        self, section: StrategySection, draft: Eagle3Draft, embedding_VH: torch.Tensor, teacher: FrozenTeacher
+        self, section: Eagle3Section, draft: Eagle3Draft, embedding_VH: torch.Tensor, teacher: FrozenTeacher
     ) -> None:
         self.draft = draft
         self.term_weights = {step_name(i): section.step_decay**i for i in range(section.ttt_length)}
@@ -79,7 +79,7 @@ class Eagle3Strategy(Strategy):
         }
 
 
-def draft_config(section: StrategySection, contract: CaptureContract, text_config: dict[str, Any]) -> Eagle3Config:
+def draft_config(section: Eagle3Section, contract: CaptureContract, text_config: dict[str, Any]) -> Eagle3Config:
     """Sizes of the draft for a target: heads, rotary settings and norms follow the target's config.json."""
     hidden, heads = contract.hidden_size, int(text_config["num_attention_heads"])
     rope = dict(text_config.get("rope_parameters") or {})
