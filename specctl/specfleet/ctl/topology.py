@@ -43,7 +43,8 @@ class Site:
     insecure: bool = False
     """Listen beyond loopback without TLS (private networks only)."""
     engine: str = "hf"
-    slots: int = 1
+    slots: int = 0
+    """Ranks per trainer node; 0: its CUDA devices, or 1."""
 
     def address(self, service: str, port: str = "") -> str:
         """host:port that other services use."""
