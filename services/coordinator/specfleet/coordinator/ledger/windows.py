@@ -34,7 +34,11 @@ def plan(conn: Connection, facts: RunFacts, now_ms: int) -> list[int]:
     ahead = planned(conn, facts.run, run.generation)
     next_step = (ahead[-1].step if ahead else run.trained_step) + 1
     steps: list[int] = []
-    while len(ahead) + len(steps) < facts.config.flow.lookahead and next_step <= facts.total_steps:
+    while len(ahead) + len(steps) < facts.config.flow.lookahead:
+        # Beyond the last step only the last epoch's tail is left to drop; max_steps skips it (planner).
+        beyond = next_step > facts.total_steps
+        if beyond and facts.config.trainer.max_steps:
+            break
         captured, pending = _candidates(conn, facts)
         chosen = cut(
             captured,
@@ -44,7 +48,7 @@ def plan(conn: Connection, facts: RunFacts, now_ms: int) -> list[int]:
             tail=facts.config.flow.tail,
             next_epoch=run.ingested // facts.num_prompts if run.ingested < facts.num_tasks else None,
         )
-        if chosen is None:
+        if chosen is None or (beyond and not chosen.dropped):
             break
         if chosen.dropped:
             _drop(conn, facts, [c.seq for c in chosen.dropped], now_ms)

@@ -67,10 +67,9 @@ class Planner:
         steps = window_rows.mend(conn, facts, row.generation) + window_rows.plan(conn, facts, now_ms())
         open_windows = window_rows.planned(conn, facts.run, row.generation)
         last = int(open_windows[-1].step) if open_windows else int(row.trained_step)
-        if last >= facts.total_steps:
+        if facts.config.trainer.max_steps and last >= facts.total_steps:
             # Everything that will be trained is in a window.
-            reason = "max_steps" if facts.config.trainer.max_steps else "beyond the last step"
-            task_rows.skip_rest(conn, facts, reason, now_ms())
+            task_rows.skip_rest(conn, facts, "max_steps", now_ms())
         fresh = self._republished.get(facts.run) != row.generation
         return _Outcome(
             row.generation,
