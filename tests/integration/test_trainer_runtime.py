@@ -5,7 +5,9 @@ import hashlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,15 +34,21 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Iterat
     nats.stop()
 
 
-@pytest.fixture(scope="module")
-def reference(world: World) -> dict[int, dict[str, torch.Tensor]]:
-    """Weights after steps 3 and 6 of an uninterrupted run on one rank; the run itself is checked on the way."""
+@dataclass
+class Reference:
+    weights: dict[str, torch.Tensor]
+    metrics: list[dict[str, Any]]
 
-    async def train() -> dict[int, dict[str, torch.Tensor]]:
+
+@pytest.fixture(scope="module")
+def reference(world: World) -> Reference:
+    """An uninterrupted run of six steps on one rank; the run itself is checked on the way."""
+
+    async def train() -> Reference:
         async with run_bench(world, "reference", steps=6) as bench:
             assert await bench.wait(bench.start_rank("a")) == 0, bench.log()
             _check_whole_run(bench)
-            return {step: bench.weights(step) for step in (3, 6)}
+            return Reference(bench.weights(6), bench.metrics())
 
     return asyncio.run(train())
 
@@ -67,9 +75,7 @@ def _check_whole_run(bench: Bench) -> None:
     assert all(torch.equal(tensor, bench.weights(6)[name]) for name, tensor in draft.state_dict().items())
 
 
-async def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(
-    world: World, reference: dict[int, dict[str, torch.Tensor]]
-) -> None:
+async def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(world: World, reference: Reference) -> None:
     async with run_bench(world, "resumed", steps=6) as bench:
         bench.control.hold_after = 4
         first = bench.start_rank("a")
@@ -80,22 +86,26 @@ async def test_kill_and_resume_gives_the_weights_of_an_uninterrupted_run(
         bench.control.hold_after = 0
         assert await bench.wait(bench.start_rank("b")) == 0, bench.log()
         assert [step for generation, step, _ in sorted(bench.control.acks) if generation == 2] == [4, 5, 6]
-        for name, tensor in reference[6].items():
+        for name, tensor in reference.weights.items():
             assert torch.equal(tensor, bench.weights(6)[name]), name
         assert [line["step"] for line in bench.metrics()] == list(range(1, 7))
 
 
-async def test_two_ranks_under_the_agent_learn_what_one_rank_learns(
-    world: World, reference: dict[int, dict[str, torch.Tensor]]
-) -> None:
+async def test_two_ranks_under_the_agent_learn_what_one_rank_learns(world: World, reference: Reference) -> None:
     async with run_bench(world, "pair", steps=6, ranks=2) as bench:
         control = bench.control
         control.launches = [bench.launch("a")]
         agent = bench.start_agent()
         await control.until(lambda: any(status.state == "EXITED" for status in control.statuses))
         assert [(status.exit_code, status.message) for status in control.statuses] == [(0, "")], bench.log()
-        for name, tensor in reference[6].items():
-            torch.testing.assert_close(bench.weights(6)[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        for ours, theirs in zip(bench.metrics(), reference.metrics, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4), ours
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), ours
+            assert ours["tokens"] == theirs["tokens"]
+        for name, tensor in reference.weights.items():
+            # By norm: AdamW turns the rounding of a gradient that is almost zero into a whole step of that element.
+            difference = torch.linalg.vector_norm(bench.weights(6)[name].float() - tensor.float())
+            assert difference <= 2e-3 * torch.linalg.vector_norm(tensor.float()), name
         assert len(control.acks) == 12
         assert control.unready_commits == []
         # What is not listed any more is forgotten; SIGTERM then ends an idle agent.
@@ -112,6 +122,7 @@ async def test_sigterm_of_the_agent_checkpoints_and_detaches(world: World) -> No
         control.launches = [bench.launch("a")]
         agent = bench.start_agent()
         await control.until(lambda: {(1, 2, 0), (1, 2, 1)} <= control.acks.keys())
+        await control.until(lambda: 'specfleet_trainer_step{run="detached"} 2.0' in bench.scrape())
         agent.send_signal(signal.SIGTERM)
         assert await bench.wait(agent) == 0
         assert [(commit.step, commit.final) for commit in control.commits] == [(2, False)], bench.log()
@@ -120,20 +131,25 @@ async def test_sigterm_of_the_agent_checkpoints_and_detaches(world: World) -> No
 
 
 async def test_kill_of_the_agent_leaves_no_orphan(world: World) -> None:
-    async with run_bench(world, "orphans", steps=6, ranks=2) as bench:
+    async with run_bench(world, "orphans", steps=6) as bench:
         control = bench.control
         control.hold_after = 2
         control.launches = [bench.launch("a")]
         agent = bench.start_agent()
-        await control.until(lambda: {(1, 2, 0), (1, 2, 1)} <= control.acks.keys())
+        await control.until(lambda: (1, 2, 0) in control.acks)
         below = psutil.Process(agent.pid).children(recursive=True)
-        assert len(below) >= 3
+        assert len(below) >= 2
         agent.kill()
         await bench.wait(agent)
         _, alive = await asyncio.to_thread(psutil.wait_procs, below, PATIENCE_S)
         assert alive == []
         # They were asked to leave, not shot: what they had trained is in a checkpoint.
         assert [commit.step for commit in control.commits] == [2]
+        # The next life of the agent does not start that launch a second time; it says that it is over.
+        agent = bench.start_agent()
+        await control.until(lambda: any(status.state == "EXITED" for status in control.statuses))
+        assert len(control.registered) == 2
+        assert "restarted" in control.statuses[0].message
 
 
 async def test_crash_of_a_rank_is_reported_with_its_exit_code(world: World) -> None:

@@ -67,6 +67,7 @@ class Agent:
         self._watchers: set[asyncio.Task[None]] = set()
         self._heartbeat_s = _DEFAULT_HEARTBEAT_S
         self._registered = False
+        self._leaving = False
         self._hurry = asyncio.Event()
         """Set when the coordinator should hear something before the next heartbeat is due."""
 
@@ -86,8 +87,10 @@ class Agent:
                 await beating
         finally:
             stopping.cancel()
+            # Heartbeats go on while the ranks leave: a silent agent would be taken for dead, and its run for free.
+            await self._stop_launches()
             beating.cancel()
-            await self._leave()
+            await self._say_goodbye()
             await telemetry.stop()
 
     def _ready(self) -> tuple[bool, str]:
@@ -154,7 +157,7 @@ class Agent:
             else:
                 self._watch(self._stop_launch(running))
         for launch_id, launch in listed.items():
-            if launch_id not in self._launches:
+            if launch_id not in self._launches and not self._leaving:
                 running = RunningLaunch(launch, self._rank_arguments())
                 self._launches[launch_id] = running
                 await running.start()
@@ -190,9 +193,12 @@ class Agent:
                 _TOKENS.labels(run).set(line.get("tokens_per_s", 0.0))
                 _WAIT.labels(run).set(wait_s / max(1e-9, busy_s + wait_s))
 
-    async def _leave(self) -> None:
-        """Stops every launch, then tells the coordinator how they ended, if it is there to hear it."""
+    async def _stop_launches(self) -> None:
+        self._leaving = True
         await asyncio.gather(*(running.stop(_LEAVE_GRACE_S) for running in self._launches.values()))
+
+    async def _say_goodbye(self) -> None:
+        """Tells the coordinator how the launches ended, if it is there to hear it."""
         for task in self._watchers:
             task.cancel()
         if self._launches:

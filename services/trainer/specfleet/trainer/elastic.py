@@ -9,8 +9,13 @@ import os
 import sys
 from collections import deque
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from specfleet.telemetry.process import die_with_parent
+
+if TYPE_CHECKING:
+    from specfleet.wire.trainer_pb2 import Launch
 
 # Longer than a rank's own grace (stop.STOP_GRACE_S), so that a rank is killed only when it is truly stuck.
 _SHUTDOWN_S = 60
@@ -35,19 +40,17 @@ def main() -> None:
     sys.exit(_run(launch, arguments.launch, rank_arguments))
 
 
-def _run(launch: "object", path: Path, rank_arguments: list[str]) -> int:
+def _run(launch: "Launch", path: Path, rank_arguments: list[str]) -> int:
     """Blocks until every local rank has exited. Returns 0, or the exit code of the first rank that failed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from specfleet.wire.trainer_pb2 import Launch
-
-    assert isinstance(launch, Launch)
     alone = not launch.rendezvous
     if alone:
         # One node: nothing listens or connects outside loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    scratch = TemporaryDirectory(prefix="specfleet-elastic-")
     config = LaunchConfig(
         min_nodes=max(1, launch.nnodes),
         max_nodes=max(1, launch.nnodes),
@@ -58,6 +61,8 @@ def _run(launch: "object", path: Path, rank_arguments: list[str]) -> int:
         rdzv_endpoint="127.0.0.1:0" if alone else launch.rendezvous,
         rdzv_configs={"is_host": alone or launch.node_rank == 0, "timeout": _RENDEZVOUS_S},
         max_restarts=0,
+        # Ranks write their own logs; this is for torch's bookkeeping.
+        logs_specs=DefaultLogsSpecs(log_dir=scratch.name),
         local_addr="127.0.0.1" if alone else None,
         shutdown_timeout=_SHUTDOWN_S,
     )
@@ -72,6 +77,8 @@ def _run(launch: "object", path: Path, rank_arguments: list[str]) -> int:
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
+    finally:
+        scratch.cleanup()
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import structlog
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from specfleet.trainer.elastic import LOG_LINES, tail
 from specfleet.wire.trainer_pb2 import Launch, LaunchStatus
@@ -42,9 +42,15 @@ class RunningLaunch:
         """Never raises: a launch that cannot start has EXITED, with the reason."""
         try:
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            (self.directory / "run.yaml").write_text(self.launch.config_yaml)
             record = self._log_path.parent / f"launch-node{self.launch.node_rank}.json"
+            if record.exists() and Parse(record.read_text(), Launch()).launch_id == self.launch.launch_id:
+                # Its ranks left with the agent that started them. A second set under the same id would be handed the
+                # old generation, and train again what that had trained.
+                self._failure = "the agent was restarted while this launch ran"
+                log.warning("launch is over", run=self.launch.run_id, reason=self._failure)
+                return
             record.write_text(MessageToJson(self.launch))
+            (self.directory / "run.yaml").write_text(self.launch.config_yaml)
             with self._log_path.open("wb") as output:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -59,7 +65,7 @@ class RunningLaunch:
                     stdout=output,
                     stderr=output,
                 )
-        except OSError as error:
+        except (OSError, ParseError) as error:
             self._failure = f"cannot start in {self.directory}: {error}"
             log.error("launch failed", run=self.launch.run_id, reason=self._failure)
             return

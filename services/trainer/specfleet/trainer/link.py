@@ -35,6 +35,7 @@ _JOIN_TIMEOUT_S = 60.0
 # A last word that nobody hears must not hold up a rank that leaves.
 _DETACH_RETRY_S = 10.0
 _POLL_S = 0.1
+_CLOSE_S = 5.0
 # Steps whose acks may be outstanding. Enough for a coordinator restart of minutes at small steps; bounded all the same.
 _MAX_PENDING_ACKS = 256
 
@@ -63,6 +64,7 @@ class Link:
     def start(self, give_up: Callable[[], bool]) -> None:
         """Connects to the bus, for as long as it takes. Raises LinkAbandoned when give_up turns true first."""
         self._thread.start()
+        self._wait(self._prepare(), lambda: False)
         self._wait(self._open(), give_up)
 
     def check(self) -> None:
@@ -136,9 +138,13 @@ class Link:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout=10.0)
+            shutting = asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+            try:
+                shutting.result(timeout=_CLOSE_S)
+            except TimeoutError:
+                log.warning("connections did not close in time", timeout_s=_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10.0)
+            self._thread.join(timeout=_CLOSE_S)
         if not self._loop.is_running():
             self._loop.close()
 
@@ -148,11 +154,14 @@ class Link:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def _open(self) -> None:
+    async def _prepare(self) -> None:
+        # Made on this loop, which is where they are used.
         self._channel = connect(self._coordinator)
         self._stub = TrainerControlStub(self._channel)
         self._bus = open_bus(self._nats)
         self._acks: asyncio.Queue[AckStepRequest] = asyncio.Queue()
+
+    async def _open(self) -> None:
         await self._bus.connect()
         self._keep(self._send_acks())
 
@@ -160,8 +169,8 @@ class Link:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._bus.close()
         await self._channel.close(grace=None)
+        await self._bus.close()
 
     async def _send_acks(self) -> None:
         while True:

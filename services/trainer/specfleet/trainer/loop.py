@@ -3,11 +3,9 @@
 import hashlib
 import math
 import time
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import structlog
-import torch
 
 from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ContractError
@@ -18,40 +16,15 @@ from specfleet.trainer.loader import Loader, Stopwatch, Window
 from specfleet.trainer.metrics import MetricsFile, TensorBoard
 from specfleet.trainer.optim import MasterAdamW, learning_rate
 from specfleet.trainer.parallel import Ranks
+from specfleet.trainer.reduction import Sums, accumulate
 from specfleet.trainer.stop import Stop
-from specfleet.trainer.strategies.base import Prepared, Strategy
+from specfleet.trainer.strategies.base import Strategy
 from specfleet.wire.records_pb2 import StepPlan
 from specfleet.wire.trainer_pb2 import AckStepRequest, CommitCheckpointRequest, DetachRunRequest
 
 log = structlog.get_logger()
 
 Next = Literal["train", "end", "stop", "fenced"]
-
-
-@dataclass
-class Sums:
-    """One rank's share of a step: (numerator, denominator) per metric, and counts; added up before any ratio."""
-
-    pairs: dict[str, tuple[float, float]] = field(default_factory=dict)
-    num_tokens: int = 0
-    num_loss_tokens: int = 0
-    num_samples: int = 0
-
-    def fact(self) -> dict[str, Any]:
-        return {"pairs": self.pairs, "counts": [self.num_tokens, self.num_loss_tokens, self.num_samples]}
-
-    @staticmethod
-    def total(facts: list[dict[str, Any]]) -> "Sums":
-        total = Sums()
-        for fact in facts:
-            for name, (numerator, denominator) in fact["pairs"].items():
-                old = total.pairs.get(name, (0.0, 0.0))
-                total.pairs[name] = (old[0] + numerator, old[1] + denominator)
-            tokens, loss_tokens, samples = fact["counts"]
-            total.num_tokens += tokens
-            total.num_loss_tokens += loss_tokens
-            total.num_samples += samples
-        return total
 
 
 class TrainLoop:
@@ -85,7 +58,6 @@ class TrainLoop:
         self._saved = saved
         self._total_steps = total_steps
         self._trackers = trackers
-        self._terms = sorted(strategy.term_weights)
         self.step = saved.step
         """The last step trained."""
 
@@ -145,7 +117,8 @@ class TrainLoop:
 
     def _train(self, window: Window, wait_s: float, watch: Stopwatch) -> None:
         step = self.step + 1
-        sums = self._accumulate(window)
+        sums = accumulate(self._strategy, window.batches, self._optimizer, self._ranks)
+        sums.num_samples = sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches)
         trainer = self._config.trainer
         lr = learning_rate(
             step - 1,
@@ -166,39 +139,6 @@ class TrainLoop:
         if self._ranks.leads:
             self._record(window.plan, metrics, total, step_s, wait_s)
 
-    def _accumulate(self, window: Window) -> Sums:
-        """Forward and backward of every micro-batch; gradients end up in the optimizer's fp32 sum."""
-        prepared = [self._strategy.prepare(batch) for batch in window.batches]
-        scales = self._scales(prepared)
-        sums = Sums(
-            num_tokens=sum(item.num_tokens for item in prepared),
-            num_loss_tokens=sum(item.num_loss_tokens for item in prepared),
-            num_samples=sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches),
-        )
-        collected: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        while prepared:
-            item = prepared.pop(0)
-            objective = self._strategy.objective(item)
-            terms = torch.stack([objective.numerators[name].float() for name in self._terms])
-            loss = (terms * scales).sum()
-            loss.backward()
-            self._optimizer.collect()
-            # Already divided by the global denominator: added up over micro-batches and ranks it is the loss itself.
-            collected.append(("loss", loss.detach(), torch.zeros_like(loss)))
-            collected += [(name, pair[0].detach(), pair[1].detach()) for name, pair in objective.metrics.items()]
-        sums.pairs = _to_host(collected)
-        return sums
-
-    def _scales(self, prepared: list[Prepared]) -> torch.Tensor:
-        """[terms] fp32 on the device: weight / Σ denominator over ranks and micro-batches, 0 where that sum is 0."""
-        device = next(self._strategy.draft.parameters()).device
-        denominators = torch.zeros(len(self._terms), dtype=torch.float32, device=device)
-        for item in prepared:
-            denominators += torch.stack([item.denominators[name].float() for name in self._terms])
-        self._ranks.sum_(denominators)
-        weights = torch.tensor([self._strategy.term_weights[name] for name in self._terms], device=device)
-        return torch.where(denominators > 0, weights / denominators.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-
     def _metrics(self, total: Sums, grad_norm: float, lr: float) -> dict[str, float]:
         metrics = {"loss": total.pairs.get("loss", (0.0, 0.0))[0], "grad_norm": grad_norm, "lr": lr}
         for name, (numerator, denominator) in total.pairs.items():
@@ -218,7 +158,8 @@ class TrainLoop:
             digest=sample_digest(plan),
             num_tokens=sums.num_tokens,
             num_loss_tokens=sums.num_loss_tokens,
-            metrics=metrics,
+            # A value that is not finite is logged here; no reader of JSON downstream could take it.
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             step_s=step_s,
             wait_s=wait_s,
         )
@@ -301,15 +242,3 @@ def sample_digest(plan: StepPlan) -> str:
     """sha256 over the sample ids of a plan, in order, one per line."""
     ids = [sample_id(ref.attempt) for micro_batch in plan.micro_batches for ref in micro_batch.samples]
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
-
-
-def _to_host(collected: list[tuple[str, torch.Tensor, torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    """One transfer for all metrics of the step."""
-    if not collected:
-        return {}
-    values = torch.stack([torch.stack([a.double(), b.double()]) for _, a, b in collected]).tolist()
-    pairs: dict[str, tuple[float, float]] = {}
-    for (name, _, _), (numerator, denominator) in zip(collected, values, strict=True):
-        old = pairs.get(name, (0.0, 0.0))
-        pairs[name] = (old[0] + numerator, old[1] + denominator)
-    return pairs
