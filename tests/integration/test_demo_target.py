@@ -12,7 +12,7 @@ from specfleet.data.conversation import Conversation
 from specfleet.data.demo import demo_conversations, demo_recipe, demo_target_dir
 from specfleet.data.prepare import PrepareOptions, prepare_prompt_set
 from specfleet.data.render import ChatRenderer
-from specfleet.data.sources import Reading, iter_conversations
+from specfleet.data.sources import Reading, iter_conversations, iter_rows
 from specfleet.target.facts import read_target_facts
 
 pytestmark = pytest.mark.integration
@@ -28,6 +28,11 @@ def rows() -> list[Conversation]:
     return list(iter_conversations([demo_conversations()], Reading(), {}))
 
 
+@pytest.fixture(scope="module")
+def messages() -> list[list[dict[str, str]]]:
+    return [row["messages"] for _, row in iter_rows(demo_conversations())]
+
+
 def test_facts(target: Path) -> None:
     facts = read_target_facts(target)
     assert (facts.hidden_size, facts.num_hidden_layers, facts.vocab_size) == (576, 30, 49_152)
@@ -37,10 +42,10 @@ def test_facts(target: Path) -> None:
 
 
 def test_tokenizer_and_template_give_the_prompts_the_answers_were_generated_from(
-    target: Path, rows: list[Conversation]
+    target: Path, rows: list[Conversation], messages: list[list[dict[str, str]]]
 ) -> None:
     renderer = ChatRenderer.load(target, 49_152, [2])
-    texts = [renderer.prompt_text(row.messages[:-1]) for row in rows]
+    texts = [renderer.prompt_text(turns[:-1]) for turns in messages]
     encodings = renderer.tokenizer(texts, add_special_tokens=False)["input_ids"]
     assert [list(ids) for ids in encodings] == [row.prompt_token_ids for row in rows]
 

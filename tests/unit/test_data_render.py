@@ -305,6 +305,11 @@ def test_token_ids_are_trained_on_as_they_are() -> None:
     assert (out.prompt_tokens, out.flags) == (3, ("from_token_ids",))
 
 
+def test_token_ids_need_no_messages() -> None:
+    only_ids = {"prompt_token_ids": [1, 9], "response_token_ids": [10, 2]}
+    assert render(parse_row(only_ids, "x:1", "x", {})).input_ids.tolist() == [1, 9, 10, 2]
+
+
 def test_a_prompt_is_rendered_when_only_the_answer_has_ids() -> None:
     out = render(row(("user", "x"), ("assistant", "y"), response_token_ids=[10, 2]))
     assert decode(out.input_ids[: out.prompt_tokens]) == f"<|im_start|>user\nx{EOT}\n<|im_start|>assistant\n"

@@ -50,8 +50,8 @@ class Rejects:
 class Conversation:
     """Messages in the form chat templates expect; the last one is the assistant's.
 
-    With `response_token_ids` the target's own ids are trained on and nothing is tokenised again; `prompt_token_ids` may
-    then be None, and the prompt is rendered from the messages.
+    With `response_token_ids` the target's own ids are trained on and nothing is tokenised again. `prompt_token_ids` may
+    then be None, and the prompt is rendered from the messages; with both, messages is empty.
     """
 
     where: str
@@ -86,10 +86,11 @@ def parse_row(row: Any, where: str, default_source: str, keep: dict[str, list[st
 
 
 def _messages(row: dict[str, Any], has_tools: bool, has_ids: bool) -> list[Message]:
+    if has_ids:
+        # Prompt and answer are there as the target saw and wrote them; messages could only contradict them.
+        return []
     raw = row.get("messages") if row.get("messages") is not None else row.get("conversations")
     if raw is None:
-        if has_ids:
-            return []
         raise RowRejected("unknown_format", f"neither 'messages' nor 'conversations' in {sorted(row)[:8]}")
     if not isinstance(raw, list):
         raise RowRejected("unknown_format", f"messages must be a list, not {type(raw).__name__}")
