@@ -1,0 +1,1 @@
+"""The gate service: exports drafts and proves that what was trained is what gets served."""

@@ -1,0 +1,100 @@
+"""Speculation must not change what the target says: token ids with and without the draft, in float32."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specfleet.drafts.base import Draft
+from specfleet.drafts.decode import decode_greedy
+from specfleet.gate.rows import EvalRow
+from specfleet.target.hf import HFTarget
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt, decoded twice. logit_gap: between the target's two best tokens where the texts part."""
+
+    row: EvalRow
+    plain: list[int]
+    speculative: list[int]
+    acceptance_length: float
+    logit_gap: float | None
+
+    @property
+    def first_difference(self) -> int | None:
+        """0-based index of the first new token that differs."""
+        if self.plain == self.speculative:
+            return None
+        pairs = zip(self.plain, self.speculative, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.plain), len(self.speculative)))
+
+
+def decode_both(
+    rows: Sequence[EvalRow],
+    draft: Draft,
+    target_dir: Path,
+    *,
+    per_source: int,
+    new_tokens: int,
+    depth: int,
+    device: str,
+    progress: Callable[[int, int], None],
+) -> list[Decoded]:
+    """Decodes `per_source` prompts of each source, shortest first. The draft is converted to float32."""
+    chosen = shortest(rows, per_source)
+    if not chosen:
+        return []
+    target = HFTarget.load(target_dir, draft.config.layer_ids, "float32", device)
+    draft = draft.to(device, torch.float32)
+    ends = target.facts.eos_token_ids
+    results: list[Decoded] = []
+    progress(0, len(chosen))
+    for row in chosen:
+        prompt = list(row.text.input_ids[: row.text.prompt_tokens])
+        plain = decode_greedy(target, None, prompt, new_tokens, depth, ends).ids
+        drafter = draft.drafter(target.embedding_VH)
+        found = decode_greedy(target, drafter, prompt, new_tokens, depth, ends)
+        gap = None if plain == found.ids else _gap(target, prompt, plain, found.ids)
+        results.append(Decoded(row, plain, found.ids, found.acceptance_length, gap))
+        progress(len(results), len(chosen))
+    return results
+
+
+def shortest(rows: Sequence[EvalRow], per_source: int) -> list[EvalRow]:
+    """Short prompts prefill fast, and losslessness does not depend on their length."""
+    by_source: dict[str, list[EvalRow]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.text.prompt_tokens):
+        by_source[row.source].append(row)
+    return [row for source in sorted(by_source) for row in by_source[source][:per_source]]
+
+
+def _gap(target: HFTarget, prompt: list[int], plain: list[int], other: list[int]) -> float:
+    """Tells a rounding tie (about 1e-5) from a defect."""
+    same = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    logits, _, _ = target.forward(torch.tensor([[*prompt, *plain[:same]]]))
+    best = logits[-1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def lossless_report(decoded: Sequence[Decoded]) -> dict[str, Any]:
+    rows = [
+        {
+            "source": item.row.source,
+            "id": item.row.id,
+            "tokens": len(item.plain),
+            "identical": item.first_difference is None,
+            "first_difference": item.first_difference,
+            "logit_gap": item.logit_gap,
+            "acceptance_length": round(item.acceptance_length, 4),
+        }
+        for item in decoded
+    ]
+    return {
+        "identical": all(row["identical"] for row in rows),
+        "tokens": sum(len(item.plain) for item in decoded),
+        "rows": rows,
+    }
