@@ -27,7 +27,9 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "heavy = {'grpc', 'torch', 'transformers', 'pydantic_core', 'numpy', 'rich', 'google.protobuf', 'nats', 'psutil', 'yaml'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
     assert "RUN.yaml" in done.stdout
     assert done.stderr.strip() == "[]"
 

@@ -60,7 +60,7 @@ def server(name: str, port: int, log: Path, *, after: tuple[str, ...] = ()) -> S
 
 async def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  (the condition is a file that another process writes)
             await asyncio.sleep(0.01)
 
 
@@ -100,8 +100,12 @@ async def test_starts_in_order_and_stops_in_reverse(tmp_path: Path, ports: Ports
 
 
 async def test_a_service_that_cannot_start_stops_the_others_and_shows_its_log(tmp_path: Path, ports: Ports) -> None:
-    broken = Service("b", ("python3", "-c", "raise SystemExit('no such model')"), ("b",), (Probe("tcp", "b"),), after=("a",))
-    supervisor = Supervisor([nats(ports.numbers["a"], tmp_path / "js"), broken], StackState(ports=ports.numbers), tmp_path)
+    broken = Service(
+        "b", ("python3", "-c", "raise SystemExit('no such model')"), ("b",), (Probe("tcp", "b"),), after=("a",)
+    )
+    supervisor = Supervisor(
+        [nats(ports.numbers["a"], tmp_path / "js"), broken], StackState(ports=ports.numbers), tmp_path
+    )
     with pytest.raises(HostError, match=r"b ended with 1(?s:.*)no such model") as caught:
         await supervisor.run()
     assert caught.value.code == "SF-STACK-START"
@@ -143,7 +147,7 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path, ports: Port
         service = Service("a", argv, ("a",), (Probe("nats", "a"),))
         asyncio.run(Supervisor([service], StackState(ports={{"a": port}}), pathlib.Path({str(tmp_path)!r})).run())
     """)
-    process = subprocess.Popen([sys.executable, "-c", program])
+    process = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220
     try:
         await wait_for(lambda: (s := read_state(tmp_path)) is not None and s.state == "ready")
         child = services_of(tmp_path)["a"]
@@ -188,7 +192,9 @@ def test_the_lock_says_whether_a_stack_runs(tmp_path: Path) -> None:
 
 
 def test_a_state_file_survives_a_round_trip_and_a_foreign_one_is_refused(tmp_path: Path) -> None:
-    state = StackState(state="ready", ports={"nats": 4}, services={"nats": ServiceState(pid=7, restarts=2, last_exit=-9)})
+    state = StackState(
+        state="ready", ports={"nats": 4}, services={"nats": ServiceState(pid=7, restarts=2, last_exit=-9)}
+    )
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state
     assert [path.name for path in tmp_path.iterdir()] == ["stack.json"]

@@ -1,5 +1,6 @@
 """Where coordinator and gate are, and calls to them. gRPC is imported here, so this module is imported late."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,8 +41,9 @@ def find_address(service: str, given: str, state_dir: Path | None) -> str:
 class Client:
     """One channel to the coordinator (or gate). Calls raise SpecfleetError; an unreachable service is UnreachableError."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, patience_s: float = 0.0) -> None:
+        """patience_s: how long calls wait for a service that is not there; 0: a person gets the answer at once."""
+        self.address, self._patience_s = address, patience_s
         self._channel = connect_sync(address)
         self.runs = RunServiceStub(self._channel)
         self.gate = GateServiceStub(self._channel)
@@ -58,14 +60,11 @@ class Client:
         request: Any,
         *,
         timeout_s: float | None = CALL_TIMEOUT_S,
-        retry_s: float = 0.0,
     ) -> Response:
-        return call_sync(method, request, timeout_s=timeout_s, retry_s=retry_s, address=self.address)
+        return call_sync(method, request, timeout_s=timeout_s, retry_s=self._patience_s, address=self.address)
 
     def watch(self, run_id: str, interval_s: float = 1.0) -> Iterator[RunSnapshot]:
         """Snapshots until the run is terminal; survives a restart of the coordinator."""
-        import time
-
         last_seen = time.monotonic()
         while True:
             try:

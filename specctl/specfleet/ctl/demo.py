@@ -14,7 +14,7 @@ from rich.console import Console
 from specfleet.config import RunConfig, load_config
 from specfleet.contracts.errors import EXIT_FAILED, EXIT_GATE_FAILED, EXIT_OK, HostError, SpecfleetError
 from specfleet.ctl import gatework
-from specfleet.ctl.client import Client
+from specfleet.ctl.client import WATCH_PATIENCE_S, Client
 from specfleet.ctl.demo_report import DemoFacts, build_report, problems_of, render_report, write_report
 from specfleet.ctl.doctor import examine
 from specfleet.ctl.memory import MemoryWatch
@@ -37,7 +37,7 @@ POOL_BYTES = 1 << 30
 STALL_S = 600.0
 
 # A few rows, one epoch: proves that everything runs, in minutes on a busy machine.
-QUICK_OVERRIDES = (
+QUICK_OVERRIDES: tuple[str, ...] = (
     "data.max_samples=16",
     "data.max_response_tokens=32",
     "trainer.epochs=1",
@@ -113,10 +113,14 @@ def _claim_folder(folder: Path) -> None:
     if folder.exists():
         if is_running(folder / "stack"):
             raise HostError(
-                "SF-DEMO-RUNNING", f"a demo already runs in {folder}; wait for it, or specctl down --state-dir {folder / 'stack'}"
+                "SF-DEMO-RUNNING",
+                f"a demo already runs in {folder}; wait for it, or specctl down --state-dir {folder / 'stack'}",
             )
         if any(folder.iterdir()) and not (folder / MARKER).exists():
-            raise HostError("SF-DEMO-FOLDER", f"{folder} was not made by specctl demo and is left alone; choose another --output-dir")
+            raise HostError(
+                "SF-DEMO-FOLDER",
+                f"{folder} was not made by specctl demo and is left alone; choose another --output-dir",
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARKER).write_text("specctl demo replaces this folder\n")
@@ -126,7 +130,12 @@ def _configuration(demo: Demo) -> RunConfig:
     from specfleet.data.demo import demo_recipe
 
     with demo.stage("Preparing the target"):
-        overrides = (f"deployment.output_dir={demo.folder.parent}", *(QUICK_OVERRIDES if demo.quick else ()))
+        overrides = (
+            f"deployment.output_dir={demo.folder.parent}",
+            # The table shows all rows and finished rows side by side, so the looping ones take part.
+            "gate.eval_filter.finish=[stop, length]",
+            *(QUICK_OVERRIDES if demo.quick else ()),
+        )
         config = absolute_paths(load_config(demo_recipe(), overrides))
     return config.model_copy(update={"run_id": RUN_ID})
 
@@ -134,7 +143,7 @@ def _configuration(demo: Demo) -> RunConfig:
 def _work(demo: Demo, config: RunConfig, state: StackState) -> None:
     """Everything between a running stack and its stop."""
     facts = demo.facts
-    with Client(state.addresses["coordinator"]) as runs, Client(state.addresses["gate"]) as gates:
+    with _client(state, "coordinator") as runs, _client(state, "gate") as gates:
         with demo.stage("Preparing prompts"):
             request = submission(config, prompt_sets=demo.folder / "prompt-sets", report=demo.out.print)
             eval_set = prepare_eval_set(config, [], demo.folder / "prompt-sets")
@@ -163,32 +172,54 @@ def _work(demo: Demo, config: RunConfig, state: StackState) -> None:
                 dtype="bfloat16",
             )
             facts.gate = gatework.run_gate(gates, request_gate, _gate_printer(demo.out))
-        facts.config, facts.checkpoint, facts.export_dir, facts.eval_set = config, checkpoint, trained.output_dir, eval_set
+        facts.config, facts.checkpoint, facts.export_dir, facts.eval_set = (
+            config,
+            checkpoint,
+            trained.output_dir,
+            eval_set,
+        )
         stack_state = read_state(demo.stack_dir)
         if stack_state is not None:
             facts.restarts = {name: service.restarts for name, service in stack_state.services.items()}
 
 
+def _client(state: StackState, service: str) -> Client:
+    """Waits for a service that the supervisor is starting again."""
+    return Client(state.addresses[service], patience_s=WATCH_PATIENCE_S)
+
+
 def _watch(demo: Demo, runs: Client) -> RunSnapshot:
     """Follows the run to a good end. Raises SpecfleetError SF-DEMO-RUN, with log ends, for any other."""
     snapshot = RunSnapshot()
-    moved_at, last = time.monotonic(), ()
+    moved_at = time.monotonic()
+    last: tuple[str | int, ...] = ()
     with RunProgress(demo.out) as progress:
         for snapshot in runs.watch(RUN_ID):
             progress.update(snapshot)
             demo.facts.meter.add(time.monotonic(), snapshot)
-            now = (snapshot.state, snapshot.reason, snapshot.captured_tokens, snapshot.trained_steps, snapshot.checkpoint_step)
+            now = (
+                snapshot.state,
+                snapshot.reason,
+                snapshot.captured_tokens,
+                snapshot.trained_steps,
+                snapshot.checkpoint_step,
+            )
             if now != last:
                 moved_at, last = time.monotonic(), now
             elif time.monotonic() - moved_at > STALL_S:
-                raise SpecfleetError("SF-DEMO-RUN", f"nothing moved for {STALL_S:.0f} s in state {snapshot.state}{_log_ends(demo)}")
+                raise SpecfleetError(
+                    "SF-DEMO-RUN", f"nothing moved for {STALL_S:.0f} s in state {snapshot.state}{_log_ends(demo)}"
+                )
     if snapshot.state not in ("SUCCEEDED", "DEGRADED"):
         raise SpecfleetError("SF-DEMO-RUN", f"the run ended {snapshot.state} ({snapshot.reason}){_log_ends(demo)}")
     return snapshot
 
 
 def _log_ends(demo: Demo) -> str:
-    ends = [f"\nend of {demo.stack_dir / 'logs' / f'{s}.log'}:\n{log_tail(demo.stack_dir, s, 8)}" for s in ("capture", "trainer")]
+    ends = [
+        f"\nend of {demo.stack_dir / 'logs' / f'{s}.log'}:\n{log_tail(demo.stack_dir, s, 8)}"
+        for s in ("capture", "trainer")
+    ]
     return "".join(ends)
 
 
@@ -198,7 +229,9 @@ def _gate_printer(out: Console) -> Callable[[GateStatus], None]:
     def show(status: GateStatus) -> None:
         nonlocal shown
         line = f"{status.stage or status.state} {status.done}/{status.total}"
-        if line != shown and (out.is_terminal or status.stage != shown.partition(" ")[0] or status.done == status.total):
+        if line != shown and (
+            out.is_terminal or status.stage != shown.partition(" ")[0] or status.done == status.total
+        ):
             out.print(f"  {line}", markup=False)
             shown = line
 

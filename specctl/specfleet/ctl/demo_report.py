@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specfleet.config import RunConfig
-from specfleet.ctl.acceptance import acceptance_by_source, acceptance_table
+from specfleet.ctl.acceptance import acceptance_table
 from specfleet.ctl.gatework import report_of
 from specfleet.ctl.output import human_bytes, human_rate
 from specfleet.ctl.rates import RateMeter
@@ -76,9 +76,14 @@ def build_report(facts: DemoFacts, *, quick: bool) -> dict[str, Any]:
             "peak_in_flight_bytes": facts.meter.peak_in_flight_bytes,
         },
         "training": training_curve(Path(run.output_dir) / "metrics.jsonl"),
-        "acceptance_length": acceptance_by_source(gate),
+        "acceptance_length": gate.get("acceptance_length", {}),
         "ledger": _ledger(facts.ledger),
-        "gate": {"gate_id": facts.gate.gate_id, "verdict": facts.gate.state, "message": facts.gate.message},
+        "gate": {
+            "gate_id": facts.gate.gate_id,
+            "verdict": facts.gate.state,
+            "message": facts.gate.message,
+            "checks": gate.get("checks", []),
+        },
         "restarts": facts.restarts,
         "files": {
             "checkpoint": facts.checkpoint.uri,
@@ -118,7 +123,9 @@ def training_curve(path: Path) -> dict[str, Any]:
     if not steps:
         return {}
     tenth = max(1, len(steps) // 10)
-    names = sorted((name for name in steps[-1] if name.startswith("acc_")), key=lambda name: int(name.removeprefix("acc_")))
+    names = sorted(
+        (name for name in steps[-1] if name.startswith("acc_")), key=lambda name: int(name.removeprefix("acc_"))
+    )
     return {
         "loss_first": _mean(steps[:tenth], "loss"),
         "loss_last": _mean(steps[-tenth:], "loss"),
@@ -143,7 +150,9 @@ def problems_of(report: Mapping[str, Any]) -> list[str]:
         return problems
     for source, row in report["acceptance_length"].items():
         if row["before"] is None or row["after"] is None or row["after"] <= row["before"]:
-            problems.append(f"acceptance length on {source} did not rise: {row['before']} before, {row['after']} after training")
+            problems.append(
+                f"acceptance length on {source} did not rise: {row['before']} before, {row['after']} after training"
+            )
     if report["gate"]["verdict"] != "PASS":
         problems.append(f"the gate's verdict is {report['gate']['verdict']}: {report['gate']['message']}")
     return problems
@@ -163,7 +172,9 @@ def render_report(out: Console, report: Mapping[str, Any], path: Path) -> None:
     accuracy = " ".join(f"{value:.2f}" for value in training.get("accuracy_per_step", []) if value is not None)
     out.print()
     if report["quick"]:
-        out.print("[yellow]quick mode: shows that everything runs; a draft trained on so little is not expected to be good[/]")
+        out.print(
+            "[yellow]quick mode: shows that everything runs; a draft trained on so little is not expected to be good[/]"
+        )
     facts = {
         "tokens": f"{report['tokens']['captured']:,} captured, {report['tokens']['trained']:,} trained in {report['steps']:,} steps",
         "rates": f"capture {human_rate(rates['capture_tokens_per_s'])}, training {human_rate(rates['train_tokens_per_s'])}, "
@@ -171,7 +182,8 @@ def render_report(out: Console, report: Mapping[str, Any], path: Path) -> None:
         "loss": f"{training.get('loss_first')} → {training.get('loss_last')}",
         "accuracy per step": accuracy or "–",
         "ledger": ", ".join(f"{state} {count:,}" for state, count in ledger["counts"].items())
-        + f" of {ledger['ingested']:,}: " + ("conserved" if ledger["sound"] else "NOT SOUND"),
+        + f" of {ledger['ingested']:,}: "
+        + ("conserved" if ledger["sound"] else "NOT SOUND"),
         "gate": report["gate"]["verdict"],
         "wall time": f"{report['wall_s']:.0f} s",
         "peak memory": f"{human_bytes(report['peak_rss_bytes'])} over all processes",

@@ -38,8 +38,6 @@ class Finding:
 
 def _python(_: Path) -> Finding:
     found = sys.version.split()[0]
-    if sys.version_info < (3, 11):
-        return Finding("python", "fail", found, "use Python 3.11 or newer")
     if not sys.platform.startswith("linux"):
         return Finding("python", "fail", f"{found} on {sys.platform}", "the embedded stack needs Linux")
     return Finding("python", "ok", found)
@@ -47,7 +45,11 @@ def _python(_: Path) -> Finding:
 
 def _cores(_: Path) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    return Finding("cores", "ok", str(cores)) if cores >= 2 else Finding("cores", "warn", "1", "2 cores or more train faster")
+    return (
+        Finding("cores", "ok", str(cores))
+        if cores >= 2
+        else Finding("cores", "warn", "1", "2 cores or more train faster")
+    )
 
 
 def available_memory() -> int:
@@ -112,9 +114,13 @@ def _mooncake(_: Path) -> Finding:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            return Finding("mooncake", "fail", f"{package} {version}: {last}", "see libibverbs1; or use --store directory")
+            return Finding(
+                "mooncake", "fail", f"{package} {version}: {last}", "see libibverbs1; or use --store directory"
+            )
         return Finding("mooncake", "ok", f"{package} {version}")
-    return Finding("mooncake", "fail", "not installed", "pip install 'specfleet[mooncake-cpu]', or use --store directory")
+    return Finding(
+        "mooncake", "fail", "not installed", "pip install 'specfleet[mooncake-cpu]', or use --store directory"
+    )
 
 
 def _program(program: str, extra: str) -> Callable[[Path], Finding]:

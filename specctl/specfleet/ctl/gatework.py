@@ -37,7 +37,9 @@ def find_checkpoint(coordinator: Client, run_id: str, step: int | None = None) -
         raise ConfigError("SF-CTL-NO-CHECKPOINT", f"run {run_id} has no committed checkpoint yet")
     if step is not None and step not in committed:
         there = ", ".join(str(number) for number in sorted(committed))
-        raise ConfigError("SF-CTL-NO-CHECKPOINT", f"run {run_id} has no committed checkpoint at step {step}; it has {there}")
+        raise ConfigError(
+            "SF-CTL-NO-CHECKPOINT", f"run {run_id} has no committed checkpoint at step {step}; it has {there}"
+        )
     return committed[max(committed) if step is None else step]
 
 
@@ -47,7 +49,13 @@ def export_folder(run: RunSnapshot, layout: str, untrained: bool) -> str:
 
 
 def export_draft(
-    gate: Client, run: RunSnapshot, checkpoint: Checkpoint, layout: str, *, untrained: bool = False, output_dir: str = ""
+    gate: Client,
+    run: RunSnapshot,
+    checkpoint: Checkpoint,
+    layout: str,
+    *,
+    untrained: bool = False,
+    output_dir: str = "",
 ) -> ExportDraftResponse:
     request = ExportDraftRequest(
         checkpoint_uri=checkpoint.uri,

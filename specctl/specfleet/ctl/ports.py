@@ -33,7 +33,9 @@ class Ports:
         """
         unknown = sorted(set(wanted) - set(names))
         if unknown:
-            raise ConfigError("SF-STACK-PORT-NAME", f"no port is named {', '.join(unknown)}; the names are {', '.join(names)}")
+            raise ConfigError(
+                "SF-STACK-PORT-NAME", f"no port is named {', '.join(unknown)}; the names are {', '.join(names)}"
+            )
         self.numbers: dict[str, int] = {}
         self._held: list[socket.socket] = []
         try:

@@ -30,7 +30,8 @@ def prepare_eval_set(config: RunConfig, files: Sequence[str], out_root: Path | N
     sources = list(files) or config.gate.eval
     if not sources:
         raise ConfigError(
-            "SF-CONFIG-NO-EVAL", "nothing to evaluate on: gate.eval is empty; name held-out conversations with --eval FILE"
+            "SF-CONFIG-NO-EVAL",
+            "nothing to evaluate on: gate.eval is empty; name held-out conversations with --eval FILE",
         )
     options = PrepareOptions(max_length=config.data.max_length, keep={} if files else dict(config.gate.eval_filter))
     folder = out_root or Path(config.deployment.output_dir) / "prompt-sets"
@@ -50,7 +51,9 @@ def prepare_files(
 ) -> "PromptSet":
     from specfleet.data.prepare import PrepareOptions, prepare_prompt_set
 
-    return prepare_prompt_set(files, target, out_root, PrepareOptions(max_length, max_response_tokens, max_samples, where))
+    return prepare_prompt_set(
+        files, target, out_root, PrepareOptions(max_length, max_response_tokens, max_samples, where)
+    )
 
 
 def describe(prompt_set: "PromptSet") -> dict[str, Any]:

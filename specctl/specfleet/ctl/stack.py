@@ -36,7 +36,9 @@ def require_mooncake() -> None:
     """Raises HostError SF-HOST-MOONCAKE when Mooncake cannot run here, with the remedy and the alternative."""
     otherwise = "or keep features in files instead: specctl up --store directory"
     if importlib.util.find_spec("mooncake") is None:
-        raise HostError("SF-HOST-MOONCAKE", f"the mooncake package is missing: pip install 'specfleet[mooncake-cpu]' {otherwise}")
+        raise HostError(
+            "SF-HOST-MOONCAKE", f"the mooncake package is missing: pip install 'specfleet[mooncake-cpu]' {otherwise}"
+        )
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
@@ -194,7 +196,11 @@ def stop(state_dir: Path, timeout_s: float = STOP_TIMEOUT_S) -> bool:
     while is_running(state_dir):
         # A supervisor that took the lock a moment ago has not written its pid yet: read it again until it has.
         state = read_state(state_dir)
-        if state is not None and state.supervisor_pid != signalled and is_alive(state.supervisor_pid, state.supervisor_ticks):
+        if (
+            state is not None
+            and state.supervisor_pid != signalled
+            and is_alive(state.supervisor_pid, state.supervisor_ticks)
+        ):
             os.kill(state.supervisor_pid, signal.SIGTERM)
             signalled = state.supervisor_pid
         if time.monotonic() > deadline:

@@ -93,7 +93,8 @@ def read_state(state_dir: Path) -> StackState | None:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise HostError(
-            "SF-STACK-STATE", f"{path} is not a stack file of this version ({error}); move it away or choose another --state-dir"
+            "SF-STACK-STATE",
+            f"{path} is not a stack file of this version ({error}); move it away or choose another --state-dir",
         ) from error
 
 

@@ -53,7 +53,8 @@ def resolve(program: str) -> str:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(program)
     if found is None:
         raise HostError(
-            "SF-HOST-PROGRAM", f"{program} is neither beside {sys.executable} nor on PATH; pip install 'specfleet[local]' has it"
+            "SF-HOST-PROGRAM",
+            f"{program} is neither beside {sys.executable} nor on PATH; pip install 'specfleet[local]' has it",
         )
     return found
 
@@ -157,7 +158,11 @@ class Supervisor:
 
     def _explain(self, child: _Child) -> HostError:
         name, state = child.service.name, child.state
-        how = f"ended with {state.last_exit}" if child.failed.is_set() else f"was not ready after {child.service.ready_s:.0f} s"
+        how = (
+            f"ended with {state.last_exit}"
+            if child.failed.is_set()
+            else f"was not ready after {child.service.ready_s:.0f} s"
+        )
         state.state = "failed"
         tail = log_tail(self._dir, name)
         log = self._dir / "logs" / f"{name}.log"

@@ -180,7 +180,12 @@ def checkpoint_table(run_id: str, checkpoints: Iterable[Checkpoint]) -> Table:
         table.add_column(column, justify="right" if column in ("step", "generation") else "left", overflow="fold")
     for c in checkpoints:
         table.add_row(
-            f"{c.step:,}", str(c.generation), c.state, "yes" if c.final else "", ago(c.committed_at_unix_ms / 1000), c.uri
+            f"{c.step:,}",
+            str(c.generation),
+            c.state,
+            "yes" if c.final else "",
+            ago(c.committed_at_unix_ms / 1000),
+            c.uri,
         )
     return table
 

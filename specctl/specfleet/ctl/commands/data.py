@@ -9,14 +9,21 @@ from specfleet.ctl.options import AsJson
 
 
 def prepare(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")
+    ],
     target: Annotated[str, typer.Option("--target", help="Directory of the target: its tokenizer and chat template.")],
-    out: Annotated[Path, typer.Option("--out", help="Prompt sets are written below this folder.")] = Path("prompt-sets"),
+    out: Annotated[Path, typer.Option("--out", help="Prompt sets are written below this folder.")] = Path(
+        "prompt-sets"
+    ),
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens per sample.")] = 2048,
-    max_response_tokens: Annotated[int, typer.Option("--max-response-tokens", min=0, help="Cut answers; 0: no limit.")] = 0,
+    max_response_tokens: Annotated[
+        int, typer.Option("--max-response-tokens", min=0, help="Cut answers; 0: no limit.")
+    ] = 0,
     max_samples: Annotated[int, typer.Option("--max-samples", min=0, help="0: all.")] = 0,
     where: Annotated[
-        list[str] | None, typer.Option("--where", metavar="FIELD=A,B", help="Keep rows whose field has one of these values.")
+        list[str] | None,
+        typer.Option("--where", metavar="FIELD=A,B", help="Keep rows whose field has one of these values."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

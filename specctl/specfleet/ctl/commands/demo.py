@@ -10,7 +10,10 @@ from specfleet.ctl.options import AsJson
 
 def demo(
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few rows and one epoch: proves that everything runs, not that the draft is good.")
+        bool,
+        typer.Option(
+            "--quick", help="A few rows and one epoch: proves that everything runs, not that the draft is good."
+        ),
     ] = False,
     output_dir: Annotated[Path, typer.Option("--output-dir", help="Where runs/demo is written.")] = Path("runs"),
     store: Annotated[str, typer.Option("--store", help="mooncake or directory.")] = "mooncake",

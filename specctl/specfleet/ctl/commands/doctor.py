@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def doctor(
     state_dir: StateDir = None,
-    store: Annotated[str, typer.Option("--store", help="mooncake or directory: which store the stack would use.")] = "mooncake",
+    store: Annotated[
+        str, typer.Option("--store", help="mooncake or directory: which store the stack would use.")
+    ] = "mooncake",
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine lacks for the embedded stack, and what to do. Exit code 3 when something is missing."""

@@ -46,7 +46,7 @@ def explain_sample(
         reason = f" ({answer.reason})" if answer.reason else ""
         out.print(f"{task.run_id}/{task_name(task)}: {answer.state}, attempt {answer.attempt}{reason}", markup=False)
         for line in answer.history:
-            out.print(f"  {line}", markup=False)
+            out.print(f"  {line}", markup=False, soft_wrap=True)
 
     emit(as_json, to_dict(answer), render)
 
@@ -68,7 +68,7 @@ def verify_ledger(
         out.print(ledger_table(answer))
         out.print(f"trained twice {answer.trained_twice}, trained never {answer.trained_never}")
         for line in answer.violations:
-            out.print(f"violated: {line}", markup=False)
+            out.print(f"violated: {line}", markup=False, soft_wrap=True)
         out.print("[green]the ledger is sound[/]" if sound else "[red]the ledger is NOT sound[/]")
 
     emit(as_json, to_dict(answer), render)

@@ -13,15 +13,21 @@ if TYPE_CHECKING:
     from specfleet.wire.gate_pb2 import GateStatus
 
 Layout = Annotated[str, typer.Option("--layout", help="Serving engine's layout: sglang or vllm.")]
-Step = Annotated[int | None, typer.Option("--checkpoint", metavar="STEP", help="Default: the newest.", show_default=False)]
+Step = Annotated[
+    int | None, typer.Option("--checkpoint", metavar="STEP", help="Default: the newest.", show_default=False)
+]
 
 
 def export(
     run: RunId,
     layout: Layout = "sglang",
     checkpoint: Step = None,
-    output: Annotated[str, typer.Option("--output", help="Default: exports/LAYOUT in the run's folder.", show_default=False)] = "",
-    untrained: Annotated[bool, typer.Option("--untrained", help="Fresh weights: the baseline of a comparison.")] = False,
+    output: Annotated[
+        str, typer.Option("--output", help="Default: exports/LAYOUT in the run's folder.", show_default=False)
+    ] = "",
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="Fresh weights: the baseline of a comparison.")
+    ] = False,
     coordinator: CoordinatorAddress = "",
     gate: GateAddress = "",
     state_dir: StateDir = None,
@@ -42,7 +48,9 @@ def export(
         answer = gatework.export_draft(gates, snapshot, source, layout, untrained=untrained, output_dir=folder)
 
     def render(out: "Console") -> None:
-        out.print(f"step {source.step} of {run} → {answer.output_dir} (weights {answer.weights_hash[:16]})", markup=False)
+        out.print(
+            f"step {source.step} of {run} → {answer.output_dir} (weights {answer.weights_hash[:16]})", markup=False
+        )
         for file in answer.files:
             out.print(f"  {file}", markup=False)
 
@@ -52,15 +60,22 @@ def export(
 def run_gate(
     run: RunId,
     eval_files: Annotated[
-        list[str] | None, typer.Option("--eval", metavar="FILE", help="Held-out conversations; default: the run's gate.eval.")
+        list[str] | None,
+        typer.Option("--eval", metavar="FILE", help="Held-out conversations; default: the run's gate.eval."),
     ] = None,
-    eval_set: Annotated[str, typer.Option("--eval-set", metavar="DIR", help="A prepared prompt set instead of --eval.")] = "",
+    eval_set: Annotated[
+        str, typer.Option("--eval-set", metavar="DIR", help="A prepared prompt set instead of --eval.")
+    ] = "",
     layout: Layout = "sglang",
     checkpoint: Step = None,
     num_draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="Per round; 0: the run's gate section.")] = 0,
-    max_rows: Annotated[int, typer.Option("--max-rows", help="Rows per source; -1: the run's gate section, 0: all.")] = -1,
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", help="Rows per source; -1: the run's gate section, 0: all.")
+    ] = -1,
     lossless_rows: Annotated[int, typer.Option("--lossless-rows", help="-1: the run's gate section.")] = -1,
-    baseline: Annotated[bool, typer.Option("--baseline/--no-baseline", help="Compare with an untrained export.")] = True,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="Compare with an untrained export.")
+    ] = True,
     coordinator: CoordinatorAddress = "",
     gate: GateAddress = "",
     state_dir: StateDir = None,
@@ -95,7 +110,7 @@ def run_gate(
             baseline_export_dir=untrained.output_dir if untrained else "",
             output_dir=str(Path(snapshot.output_dir) / "gate"),
             require_improvement=baseline,
-            dtype=config.model.dtype if config.model.dtype != "float16" else "bfloat16",
+            dtype=config.model.dtype,
         )
         status = gatework.run_gate(gates, request, _progress(say))
     _show(status, as_json)
@@ -129,9 +144,10 @@ def _progress(say: Any) -> Any:
 
 
 def _show(status: "GateStatus", as_json: bool) -> None:
+    from specfleet.ctl.acceptance import acceptance_table
     from specfleet.ctl.gatework import report_of
     from specfleet.ctl.output import emit, to_dict
-    from specfleet.ctl.views import acceptance_table, facts_table
+    from specfleet.ctl.views import facts_table
 
     report = report_of(status)
 
@@ -139,7 +155,9 @@ def _show(status: "GateStatus", as_json: bool) -> None:
         facts = {"state": status.state, "run": status.run_id, "stage": status.stage, "message": status.message}
         out.print(facts_table(f"gate {status.gate_id}", {name: value for name, value in facts.items() if value}))
         if report:
-            out.print(acceptance_table(report))
+            out.print(acceptance_table(report["acceptance_length"]))
+            for check in report["checks"]:
+                out.print(f"{check['result']} {check['name']}: {check['detail']}", markup=False, soft_wrap=True)
 
     document = to_dict(status)
     document.pop("report_json")

@@ -96,7 +96,9 @@ def watch(
         raise typer.Exit(1)
 
 
-def pause(run: RunId, coordinator: CoordinatorAddress = "", state_dir: StateDir = None, as_json: AsJson = False) -> None:
+def pause(
+    run: RunId, coordinator: CoordinatorAddress = "", state_dir: StateDir = None, as_json: AsJson = False
+) -> None:
     """Finish the step, write a checkpoint, and hold the run."""
     from specfleet.ctl.client import Client, find_address
     from specfleet.wire.run_pb2 import PauseRunRequest
@@ -124,7 +126,9 @@ def resume(
         _show(as_json, client.call(client.runs.ResumeRun, ResumeRunRequest(run_id=run, config_yaml=text)).run)
 
 
-def cancel(run: RunId, coordinator: CoordinatorAddress = "", state_dir: StateDir = None, as_json: AsJson = False) -> None:
+def cancel(
+    run: RunId, coordinator: CoordinatorAddress = "", state_dir: StateDir = None, as_json: AsJson = False
+) -> None:
     """End a run for good and drop what it has in flight."""
     from specfleet.ctl.client import Client, find_address
     from specfleet.wire.run_pb2 import CancelRunRequest

@@ -35,9 +35,13 @@ def parse_ports(items: list[str] | None) -> dict[str, int]:
 
 
 def up(
-    detach: Annotated[bool, typer.Option("--detach", help="Return once everything is ready; stop it with specctl down.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once everything is ready; stop it with specctl down.")
+    ] = False,
     state_dir: StateDir = None,
-    store: Annotated[str, typer.Option("--store", help="Where features live: mooncake, or directory (files).")] = "mooncake",
+    store: Annotated[
+        str, typer.Option("--store", help="Where features live: mooncake, or directory (files).")
+    ] = "mooncake",
     pool: Annotated[str, typer.Option("--pool", help="Size of the feature pool.")] = "1G",
     port: Annotated[
         list[str] | None, typer.Option("--port", metavar="NAME=N", help="Fix a port; others are chosen by the system.")
@@ -56,8 +60,9 @@ def up(
     if store not in ("mooncake", "directory"):
         raise typer.BadParameter(f"--store {store!r} is neither mooncake nor directory")
     folder = state_dir or default_state_dir()
-    kind = "directory" if store == "directory" else "mooncake"
-    options = UpOptions(folder, kind, parse_bytes(pool), parse_ports(port))
+    options = UpOptions(
+        folder, "directory" if store == "directory" else "mooncake", parse_bytes(pool), parse_ports(port)
+    )
 
     def ready(state: StackState) -> None:
         if ready_fd >= 0:
