@@ -224,6 +224,6 @@ async def test_using_a_closed_bus_is_an_error_not_a_wait(nats_server: NatsServer
     await asyncio.wait([waiting], timeout=0.05)
     await bus.close()
     async with asyncio.timeout(5):
-        for action in (bus.publish("samples.r", b""), subscription.fetch(1, 1), bus.purge("samples.r"), waiting):
+        for action in (waiting, bus.publish("samples.r", b""), subscription.fetch(1, 1), bus.purge("samples.r")):
             with pytest.raises(UnreachableError, match="closed"):
                 await action
