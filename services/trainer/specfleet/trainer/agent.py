@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from prometheus_client import Gauge
@@ -24,6 +24,9 @@ from specfleet.trainer.metrics import FILE as METRICS_FILE
 from specfleet.trainer.metrics import last_line
 from specfleet.wire.trainer_pb2 import HeartbeatAgentRequest, HeartbeatAgentResponse, RegisterAgentRequest
 from specfleet.wire.trainer_pb2_grpc import TrainerControlStub
+
+if TYPE_CHECKING:
+    from specfleet.wire.trainer_pb2_grpc import TrainerControlAsyncStub
 
 log = structlog.get_logger()
 
@@ -61,8 +64,8 @@ async def serve(options: AgentOptions) -> None:
 class Agent:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
-        self._stub: TrainerControlStub
-        """Made in `run`: an aio channel belongs to the loop that is running when it is made."""
+        # Agents are made inside the running loop: an aio channel belongs to the loop that runs when it is made.
+        self._stub: TrainerControlAsyncStub = TrainerControlStub(connect(options.coordinator))
         self._launches: dict[str, RunningLaunch] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._heartbeat_s = _DEFAULT_HEARTBEAT_S
@@ -74,7 +77,6 @@ class Agent:
     async def run(self) -> None:
         """Until SIGTERM; then ranks finish their step, write a checkpoint and detach, and the agent leaves."""
         stop = stop_event()
-        self._stub = TrainerControlStub(connect(self._options.coordinator))
         telemetry = TelemetryServer(self._options.metrics, self._ready)
         port = await telemetry.start()
         log.info("agent started", agent=self._options.agent_id, metrics_port=port, pid=os.getpid())
@@ -102,9 +104,9 @@ class Agent:
             self._hurry.clear()
             try:
                 response = await self._heartbeat()
-            except UnreachableError as error:
-                # Ranks train on; their acks wait for the coordinator as well.
-                log.warning("no heartbeat", reason=error.message)
+            except SpecfleetError as error:
+                # Away, or in trouble of its own. Ranks train on; their acks wait for the coordinator as well.
+                log.warning("no heartbeat", code=error.code, reason=error.message)
             else:
                 if response.unknown:
                     await self._register(devices)

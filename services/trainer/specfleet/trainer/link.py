@@ -16,6 +16,7 @@ import structlog
 from specfleet.bus.factory import open_bus
 from specfleet.contracts.errors import SpecfleetError, UnreachableError
 from specfleet.rpc.client import call, connect
+from specfleet.rpc.errors import INTERNAL_CODE
 from specfleet.wire.records_pb2 import StepPlan
 from specfleet.wire.trainer_pb2 import (
     AckStepRequest,
@@ -34,6 +35,8 @@ _CALL_TIMEOUT_S = 30.0
 _JOIN_TIMEOUT_S = 60.0
 # A last word that nobody hears must not hold up a rank that leaves.
 _DETACH_RETRY_S = 10.0
+_INTERNAL_TRIES = 60
+_INTERNAL_PAUSE_S = 1.0
 _POLL_S = 0.1
 _CLOSE_S = 5.0
 # Steps whose acks may be outstanding. Enough for a coordinator restart of minutes at small steps; bounded all the same.
@@ -185,11 +188,19 @@ class Link:
 
     async def _persist(self, method: Any, request: Any) -> Any:
         """Every method here is idempotent, so a lost answer is asked for again, with the same request."""
+        patience = _INTERNAL_TRIES
         while True:
             try:
                 return await call(method, request, timeout_s=_CALL_TIMEOUT_S, retry_s=math.inf)
             except UnreachableError as error:
                 log.info("coordinator does not answer; trying again", reason=error.message)
+            except SpecfleetError as error:
+                # Its database is away, say. The samples of this step are trained: leaving would train them again.
+                patience -= 1
+                if error.code != INTERNAL_CODE or not patience:
+                    raise
+                log.warning("coordinator failed; trying again", reason=error.message)
+                await asyncio.sleep(_INTERNAL_PAUSE_S)
 
     def _fence(self, what: str, generation: int, current: int = 0) -> None:
         log.warning("the coordinator refused this generation", refused=what, generation=generation, current=current)

@@ -5,14 +5,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 import torch
 from google.protobuf.json_format import Parse
 
-from specfleet.config import RunConfig, parse_config
+from specfleet.config import parse_config
 from specfleet.contracts.capture import contract_hash
 from specfleet.contracts.errors import ContractError
 from specfleet.contracts.ids import steps_subject
@@ -31,17 +31,11 @@ from specfleet.trainer.parallel import Ranks
 from specfleet.trainer.plans import PlanBook
 from specfleet.trainer.stop import Stop
 from specfleet.trainer.strategies.base import Strategy
-from specfleet.wire.records_pb2 import CaptureContract
 from specfleet.wire.trainer_pb2 import JoinRunRequest, JoinRunResponse, Launch
 
 log = structlog.get_logger()
 
 _LOCK_POLL_S = 0.2
-
-BuildStrategy = Callable[
-    [RunConfig, CaptureContract, Path, PromptSet, int, torch.device, torch.dtype],
-    Strategy,
-]
 
 
 def read_launch(path: Path) -> Launch:
