@@ -117,6 +117,7 @@ class TrainLoop:
 
     def _train(self, window: Window, wait_s: float, watch: Stopwatch) -> None:
         step = self.step + 1
+        self._strategy.begin_step(step)
         sums = accumulate(self._strategy, window.batches, self._optimizer, self._ranks)
         sums.num_samples = sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches)
         trainer = self._config.trainer

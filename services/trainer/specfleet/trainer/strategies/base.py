@@ -46,6 +46,12 @@ class Strategy(ABC):
     term_weights: dict[str, float]
     """Term name → weight in the loss. The same names appear in every Prepared and Objective."""
 
+    def begin_step(self, step: int) -> None:
+        """Called with the number of the optimizer step (from 1, also after a restart) before its micro-batches are prepared.
+
+        For schedules. Whatever it sets stays constant until the next call.
+        """
+
     @abstractmethod
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Features of one micro-batch, as the store returned them (CPU), → padded CPU tensors. Runs in the prefetch thread."""
