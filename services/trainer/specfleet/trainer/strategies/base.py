@@ -45,12 +45,12 @@ class Strategy(ABC):
     """The trainable module; parameters and persistent buffers already carry the names they are exported under."""
     term_weights: dict[str, float]
     """Term name → weight in the loss. The same names appear in every Prepared and Objective."""
+    step: int = 1
+    """The optimizer step now prepared and trained, from 1: what schedules follow."""
 
     def begin_step(self, step: int) -> None:
-        """Called with the number of the optimizer step (from 1, also after a restart) before its micro-batches are prepared.
-
-        For schedules. Whatever it sets stays constant until the next call.
-        """
+        """Called before the micro-batches of an optimizer step are prepared, restarts included."""
+        self.step = step
 
     @abstractmethod
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
