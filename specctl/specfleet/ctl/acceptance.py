@@ -14,7 +14,7 @@ def acceptance_table(by_source: Mapping[str, Mapping[str, Any]]) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("source")
+    table.add_column("source", no_wrap=True)
     for column in ("rows", "before", "after", "n-gram", "stop rows", "before (stop)", "after (stop)", "n-gram (stop)"):
         table.add_column(column, justify="right")
     for source, row in by_source.items():

@@ -228,10 +228,9 @@ def _gate_printer(out: Console) -> Callable[[GateStatus], None]:
 
     def show(status: GateStatus) -> None:
         nonlocal shown
-        line = f"{status.stage or status.state} {status.done}/{status.total}"
-        if line != shown and (
-            out.is_terminal or status.stage != shown.partition(" ")[0] or status.done == status.total
-        ):
+        line = f"{status.stage} {status.done}/{status.total}"
+        new_stage = status.stage != shown.partition(" ")[0]
+        if status.stage and line != shown and (new_stage or out.is_terminal or status.done == status.total):
             out.print(f"  {line}", markup=False)
             shown = line
 

@@ -191,7 +191,7 @@ def render_report(out: Console, report: Mapping[str, Any], path: Path) -> None:
     out.print(facts_table("specctl demo", facts))
     out.print(acceptance_table(report["acceptance_length"]))
     out.print(_files(report, path))
-    out.print(_next(report))
+    out.print(_next(report), markup=False, soft_wrap=True)
 
 
 def _files(report: Mapping[str, Any], path: Path) -> Table:

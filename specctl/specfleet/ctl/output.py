@@ -9,11 +9,15 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
 
+PIPE_WIDTH = 160
+
 
 def console(stderr: bool = False) -> "Console":
+    """Without a terminal there is no width to respect: tables are not squeezed into 80 columns."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 def say(line: str) -> None:

@@ -7,7 +7,7 @@ from specfleet.wire.run_pb2 import RunSnapshot
 
 @dataclass
 class _Counter:
-    """A counter that only rises, and the time between its first and last change."""
+    """A counter that only rises, and the span in which it rose: idle time before and after does not count."""
 
     first_at: float | None = None
     first: int = 0
@@ -15,14 +15,14 @@ class _Counter:
     last: int = 0
 
     def add(self, now: float, value: int) -> None:
-        if self.first_at is None or value < self.last:
+        if self.first_at is None or (self.last == self.first and value == self.last):
             self.first_at, self.first, self.last_at, self.last = now, value, now, value
         elif value > self.last:
             self.last_at, self.last = now, value
 
     @property
     def per_s(self) -> float:
-        """Average over the time in which it moved; 0 before it moved twice."""
+        """Average over the span; 0 while it never moved."""
         elapsed = self.last_at - (self.first_at or 0.0)
         return (self.last - self.first) / elapsed if elapsed > 0 else 0.0
 

@@ -1,0 +1,226 @@
+"""`specctl up --detach` and everything behind it, as a user runs it: real services, a tiny target, one whole run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specfleet.ctl.state import is_alive, is_running, read_state
+from specfleet.ctl.topology import CAPTURE, COORDINATOR, GATE, MASTER, NATS, OWNER, TRAINER
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+EVERYTHING = {NATS, MASTER, OWNER, COORDINATOR, CAPTURE, TRAINER, GATE}
+
+
+class Specctl:
+    """The command line in a folder of its own, with `.specfleet` in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state_dir = folder / ".specfleet"
+
+    def __call__(self, *args: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SPECFLEET_")}
+        return subprocess.run(
+            [sys.executable, "-m", "specfleet.ctl", *args],
+            cwd=self.folder, env=clean | env, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    def json(self, *args: str) -> Any:
+        done = self(*args, "--json")
+        assert done.returncode == 0, f"{args}: {done.stderr}{done.stdout}"
+        return json.loads(done.stdout)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, (self.state_dir / "stack.json").read_text()
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def specctl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Specctl]:
+    specctl = Specctl(tmp_path_factory.mktemp("stack"))
+    done = specctl("up", "--detach", "--pool", "128M", "--json")
+    try:
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["state"] == "ready"
+        assert {service["name"] for service in document["services"]} == EVERYTHING
+        yield specctl
+    finally:
+        specctl("down")
+
+
+@pytest.fixture(scope="module")
+def conversations(specctl: Specctl) -> Path:
+    path = specctl.folder / "conversations.jsonl"
+    with path.open("w") as file:
+        for i in range(24):
+            answer = f"The answer is {i} * 3 = {i * 3}. Let me explain step by step."
+            turns = [{"role": "user", "content": f"What is {i} times 3?"}, {"role": "assistant", "content": answer}]
+            split = "dev" if i % 6 == 5 else "train"
+            row = {"id": f"r{i}", "source": "times", "split": split, "finish": "stop", "messages": turns}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(specctl: Specctl, conversations: Path, tiny_target: Path) -> Path:
+    path = specctl.folder / "run.yaml"
+    path.write_text(
+        f"""
+model: {{target: {tiny_target}, dtype: float32}}
+data: {{train: [{conversations.name}], filter: {{split: [train]}}, max_length: 128}}
+strategy: {{draft_vocab_size: 0, ttt_length: 2}}
+trainer: {{batch_size: 4, epochs: 2, device: cpu, dtype: float32, num_threads: 1}}
+flow: {{high_samples: 16, low_samples: 8}}
+gate: {{eval: [{conversations.name}], eval_filter: {{split: [dev]}}, lossless_rows: 1}}
+deployment: {{output_dir: runs}}
+"""
+    )
+    return path
+
+
+def test_status_shows_every_service(specctl: Specctl) -> None:
+    document = specctl.json("status")
+    assert document["running"]
+    assert document["runs"] == []
+    for service in document["services"]:
+        assert service["ready"], service
+        assert service["alive"], service
+        assert service["restarts"] == 0, service
+        assert all(port > 0 for port in service["ports"].values())
+    members = specctl.json("fleet", "list")["members"]
+    assert {member["kind"] for member in members} == {"capture", "trainer"}
+
+
+def test_a_second_stack_on_the_same_folder_is_refused(specctl: Specctl) -> None:
+    for detach in ((), ("--detach",)):
+        done = specctl("up", *detach)
+        assert done.returncode == 3
+        assert "[SF-STACK-RUNNING]" in done.stderr
+        assert "specctl down" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert specctl.json("status")["state"] == "ready"
+
+
+def test_bad_data_is_refused_before_the_run_exists(specctl: Specctl, config: Path) -> None:
+    (specctl.folder / "empty.jsonl").write_text("")
+    (specctl.folder / "not.jsonl").write_text("this is not JSON\n")
+    for name in ("missing.jsonl", "empty.jsonl", "not.jsonl"):
+        done = specctl("run", "submit", config.name, "-s", f"data.train=[{name}]")
+        assert done.returncode == 2, f"{name}: {done.stderr}"
+        assert name in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert specctl.json("run", "list")["runs"] == []
+
+
+def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path) -> None:
+    run = specctl.json("run", "submit", config.name, "--run-id", "tiny")
+    assert run["run_id"] == "tiny"
+    assert run["prompt_set"]
+    watched = specctl("run", "watch", "tiny", "--json", "--interval", "0.2")
+    assert watched.returncode == 0, watched.stderr + watched.stdout[-2000:]
+    last = json.loads(watched.stdout.splitlines()[-1])
+    assert last["state"] == "SUCCEEDED"
+    assert last["trained_steps"] == last["total_steps"] == 10
+    assert last["captured_tokens"] == last["trained_tokens"] > 0
+    assert set(last["five_numbers"]) == {
+        "capture_rate", "training_rate", "actual_rate", "wait_share", "in_flight_bytes",
+    }  # fmt: skip
+
+    ledger = specctl.json("ledger", "verify", "tiny")
+    assert ledger["conserved"]
+    assert ledger["violations"] == []
+    assert [row["tasks"]["SETTLED"] for row in ledger["rows"]] == [20, 20]
+    assert specctl.json("checkpoint", "list", "tiny")["checkpoints"][-1]["final"]
+    sample = specctl.json("sample", "explain", "tiny/e0000-p000000003")
+    assert sample["state"] == "SETTLED"
+    assert sample["history"]
+    assert specctl.json("run", "logs", "tiny")["lines"]
+
+    again = specctl("run", "submit", config.name, "--run-id", "tiny")
+    assert again.returncode != 0
+    assert "tiny" in again.stderr
+
+    export = specctl.json("export", "tiny", "--layout", "sglang")
+    assert (Path(export["output_dir"]) / "config.json").exists()
+    gate = specctl.json("gate", "run", "tiny", "--no-baseline")
+    assert gate["state"] == "PASS"
+    assert gate["report"]["acceptance_length"]["times"]["after"] >= 1.0
+    assert specctl.json("gate", "show", gate["gate_id"])["report"] == gate["report"]
+
+
+@pytest.mark.parametrize("victim", [COORDINATOR, CAPTURE, NATS])
+def test_a_killed_service_is_back_on_its_port(specctl: Specctl, victim: str) -> None:
+    state = read_state(specctl.state_dir)
+    assert state is not None
+    before = state.services[victim]
+    os.kill(before.pid, signal.SIGKILL)
+
+    def back() -> bool:
+        state = read_state(specctl.state_dir)
+        assert state is not None
+        now = state.services[victim]
+        return now.restarts == before.restarts + 1 and now.state == "ready"
+
+    specctl.wait_for(back)
+    after = read_state(specctl.state_dir)
+    assert after is not None
+    assert after.services[victim].ports == before.ports
+    assert after.services[victim].last_exit == -signal.SIGKILL
+    assert "tiny" in {run["run_id"] for run in specctl.json("run", "list")["runs"]}
+
+
+def test_a_killed_supervisor_takes_its_services_along_and_the_next_one_finds_the_runs(specctl: Specctl) -> None:
+    before = read_state(specctl.state_dir)
+    assert before is not None
+    os.kill(before.supervisor_pid, signal.SIGKILL)
+    specctl.wait_for(lambda: not is_running(specctl.state_dir))
+    assert specctl("status").returncode == 3
+    done = specctl("up", "--detach", "--pool", "128M", "--json")
+    assert done.returncode == 0, done.stderr
+    for service in before.services.values():
+        assert not is_alive(service.pid, service.start_ticks)
+    after = read_state(specctl.state_dir)
+    assert after is not None
+    assert after.ports == before.ports
+    assert {run["run_id"] for run in specctl.json("run", "list")["runs"]} == {"tiny"}
+
+
+def test_down_stops_everything(specctl: Specctl) -> None:
+    before = read_state(specctl.state_dir)
+    assert before is not None
+    assert specctl.json("down")["stopped"]
+    for service in before.services.values():
+        assert not is_alive(service.pid, service.start_ticks)
+    assert not is_running(specctl.state_dir)
+    state = read_state(specctl.state_dir)
+    assert state is not None
+    assert state.state == "stopped"
+    assert specctl.json("down") == {"stopped": False, "state_dir": str(specctl.state_dir.relative_to(specctl.folder))}
+    done = specctl("status")
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_service_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> None:
+    specctl = Specctl(tmp_path)
+    done = specctl("up", "--detach", "--store", "directory", SPECFLEET_DEVICE="abacus")
+    assert done.returncode == 3, done.stdout
+    assert "[SF-STACK-START] capture ended with" in done.stderr
+    assert "abacus" in done.stderr
+    state = read_state(specctl.state_dir)
+    assert state is not None
+    assert state.state == "failed"
+    assert not is_running(specctl.state_dir)
+    assert not any(is_alive(s.pid, s.start_ticks) for s in state.services.values())
