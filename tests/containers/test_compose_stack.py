@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,9 +47,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_the_fleet_registers(stack: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "specfleet.ctl", "fleet", "list", "--json"],
-        env=stack, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    members = json.loads(done.stdout)["members"]
-    assert {member["kind"] for member in members} == {"capture", "trainer"}
+    command = [sys.executable, "-m", "specfleet.ctl", "fleet", "list", "--json"]
+    deadline = time.monotonic() + 300
+    kinds: set[str] = set()
+    while kinds != {"capture", "trainer"}:
+        assert time.monotonic() < deadline, f"only {kinds or 'nobody'} registered"
+        done = subprocess.run(command, env=stack, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            kinds = {member["kind"] for member in json.loads(done.stdout)["members"]}
+        time.sleep(1)
