@@ -23,7 +23,12 @@ class FeatureRequest:
 
 
 def eagle3_layers(num_hidden_layers: int) -> tuple[int, ...]:
-    """The EAGLE family's default: outputs of layers 1, L//2 − 1 and L − 4 (SGLang's before-layer 2, L//2, L − 3)."""
+    """The EAGLE family's default: outputs of layers 1, L//2 − 1 and L − 4 (SGLang's before-layer 2, L//2, L − 3).
+
+    Below eight layers those three collide; such small targets (tests) get the first, the middle and the last but one.
+    """
+    if num_hidden_layers < 8:
+        return (0, (num_hidden_layers - 2) // 2, num_hidden_layers - 2)
     return (1, num_hidden_layers // 2 - 1, num_hidden_layers - 4)
 
 
