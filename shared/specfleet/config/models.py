@@ -263,6 +263,11 @@ class FlowSection(Section):
         description="Samples left over when an epoch does not fill a window: dropped, trained in a short window, or carried on.",
     )
     retain: Literal["until_trained", "until_checkpoint"] = "until_trained"
+    reuse_bytes: NonNegativeInt = Field(
+        0,
+        description="Keep up to this many bytes of captured features for later epochs, beside what is in flight; 0: every "
+        "epoch captures anew.",
+    )
     lease_s: PositiveFloat = Field(
         60.0, description="A claimed prompt returns to the queue when not renewed for this long."
     )
@@ -282,6 +287,11 @@ class FlowSection(Section):
             )
         if self.high_bytes and self.low_bytes > self.high_bytes:
             raise ValueError(f"flow.low_bytes ({self.low_bytes}) must not exceed flow.high_bytes ({self.high_bytes})")
+        if self.reuse_bytes and self.retain == "until_checkpoint":
+            raise ValueError(
+                f"flow.reuse_bytes ({self.reuse_bytes}) and flow.retain (until_checkpoint) exclude each other: features kept for "
+                "later epochs already survive a restore"
+            )
         return self
 
 

@@ -102,7 +102,8 @@ class Hub:
             low_bytes=flow.low_bytes,
             high_samples=flow.high_samples,
             low_samples=flow.low_samples,
-            capacity_bytes=pool.capacity_bytes,
+            # What is kept for later epochs is not there for what is in flight.
+            capacity_bytes=max(0, pool.capacity_bytes - flow.reuse_bytes),
             sharing=self.sharing.get(store, 1),
         )
 

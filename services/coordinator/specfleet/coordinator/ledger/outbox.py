@@ -9,7 +9,7 @@ from specfleet.contracts.ids import feature_key, task_key
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.ledger.moves import Task, chunks
 from specfleet.coordinator.ledger.tables import outbox, runs, samples
-from specfleet.wire.records_pb2 import Release, TaskAttempt
+from specfleet.wire.records_pb2 import Release, SampleRef, TaskAttempt
 
 PUBLISH_BATCH = 512
 
@@ -31,14 +31,14 @@ def attempt_keys(facts: RunFacts, store: str, epoch: int, prompt_index: int, att
 def discard(conn: Connection, facts: RunFacts, rows: Sequence[Task], now_ms: int) -> None:
     """Queues the deletion of what the current attempts of these tasks wrote or may have written. Their bytes move along:
     the caller sets tasks.reserved_bytes to NULL in the same transaction."""
-    stores = _stores(conn, facts.run, rows)
+    stored = _stored(conn, facts.run, rows, keys=facts.config.flow.reuse_bytes > 0)
     fallback = conn.execute(_RUN_STORE, {"run": facts.run}).scalar_one()
     entries = []
     for row in rows:
-        store = stores.get((row.seq, row.attempt), fallback)
+        store, keys = stored.get((row.seq, row.attempt), (fallback, []))
         if not store:
             continue
-        keys = attempt_keys(facts, store, row.epoch, row.prompt_index, row.attempt)
+        keys = keys or attempt_keys(facts, store, row.epoch, row.prompt_index, row.attempt)
         entries.append(
             {
                 "run": row.run, "seq": row.seq, "attempt": row.attempt, "store": store, "keys": "\n".join(keys),
@@ -63,13 +63,17 @@ def discard_keys(conn: Connection, run: int, store: str, keys: Iterable[str], no
     conn.execute(insert(outbox), [entry])
 
 
-def _stores(conn: Connection, run: int, rows: Sequence[Task]) -> dict[tuple[int, int], str]:
-    found: dict[tuple[int, int], str] = {}
+def _stored(
+    conn: Connection, run: int, rows: Sequence[Task], *, keys: bool
+) -> dict[tuple[int, int], tuple[str, list[str]]]:
+    """(seq, attempt) → the store of its sample and, when asked for, its keys: an attempt that took over the features of an
+    earlier epoch wrote none under its own name."""
+    found: dict[tuple[int, int], tuple[str, list[str]]] = {}
+    columns = (samples.c.seq, samples.c.attempt, samples.c.store, *([samples.c.ref] if keys else []))
     for part in chunks([row.seq for row in rows]):
-        query = select(samples.c.seq, samples.c.attempt, samples.c.store).where(
-            samples.c.run == run, samples.c.seq.in_(part)
-        )
-        found.update({(seq, attempt): store for seq, attempt, store in conn.execute(query)})
+        for row in conn.execute(select(*columns).where(samples.c.run == run, samples.c.seq.in_(part))):
+            names = [feature.key for feature in SampleRef.FromString(row.ref).features] if keys else []
+            found[row.seq, row.attempt] = (row.store, names)
     return found
 
 

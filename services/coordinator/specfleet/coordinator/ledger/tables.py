@@ -123,6 +123,18 @@ tasks = Table(
     UniqueConstraint("run", "epoch", "prompt_index", name="uq_tasks_prompt"),
     sqlite_with_rowid=False,
 )
+kept = Table(
+    "kept",
+    metadata,
+    # Features of a trained task, held for the same prompt's next epoch (flow.reuse_bytes).
+    _key("run"),
+    _key("prompt_index"),
+    # The task and attempt whose `samples` row describes them.
+    _int("seq"),
+    _int("attempt"),
+    _int("num_bytes"),
+    sqlite_with_rowid=False,
+)
 Index("ix_tasks_state", tasks.c.run, tasks.c.state, tasks.c.seq)
 # Partial: at any time only the few tasks in flight are in these.
 for _name, _column in (("reserved", "reserved_bytes"), ("dispatched", "dispatched_ms"), ("lease", "lease_ms")):

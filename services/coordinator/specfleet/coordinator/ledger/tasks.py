@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import outbox
+from specfleet.coordinator.ledger import kept, outbox
 from specfleet.coordinator.ledger.moves import Task, chunks, count, load_by_prompt, load_by_seq, move, record
 from specfleet.coordinator.ledger.tables import runs, task_counts, tasks, windows
 from specfleet.policies.credits import CreditGate, Held, Marks
@@ -61,6 +61,8 @@ class Dispatched:
     prompt_index: int
     attempt: int
     reserved_bytes: int
+    taken_over: bool = False
+    """CAPTURED already, with the features an earlier epoch left."""
 
 
 def dispatch(
@@ -68,7 +70,7 @@ def dispatch(
 ) -> list[Dispatched]:
     """Reserves credits for the next READY tasks in order, raises their attempt and marks them dispatched.
 
-    Announce them only after this is committed. pool_free_bytes: what all runs together may still reserve in the pool.
+    Announce them only after this is committed, and not those that took over kept features. pool_free_bytes: what all runs together may still reserve in the pool.
     """
     query = (
         select(tasks)
@@ -100,8 +102,11 @@ def dispatch(
             )
         )
     record(conn, chosen, str(TaskState.READY), "dispatched", attempt_delta=1)
+    captured = kept.take_over(conn, facts, load_by_seq(conn, facts.run, [row.seq for row in chosen]))
     return [
-        Dispatched(row.epoch, row.prompt_index, row.attempt + 1, row.num_tokens * facts.bytes_per_token)
+        Dispatched(
+            row.epoch, row.prompt_index, row.attempt + 1, row.num_tokens * facts.bytes_per_token, row.seq in captured
+        )
         for row in chosen
     ]
 
@@ -334,8 +339,9 @@ def purge(conn: Connection, facts: RunFacts, reason: str, now_ms: int) -> int:
         conn.execute(update(tasks).where(*where).values(step=None))
     changed = skip_rest(conn, facts, reason, now_ms)
     if not attached:
-        kept = (tasks.c.run == facts.run, tasks.c.state == str(TaskState.TRAINED), tasks.c.reserved_bytes.is_not(None))
-        rows = conn.execute(select(tasks).where(*kept)).all()
+        changed += kept.drop(conn, facts, now_ms)
+        held_on = (tasks.c.run == facts.run, tasks.c.state == str(TaskState.TRAINED), tasks.c.reserved_bytes.is_not(None))
+        rows = conn.execute(select(tasks).where(*held_on)).all()
         outbox.discard(conn, facts, rows, now_ms)
         for part in chunks([row.seq for row in rows]):
             conn.execute(

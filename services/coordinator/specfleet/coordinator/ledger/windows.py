@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, bindparam, case, delete, func, insert, s
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.ledger import outbox
+from specfleet.coordinator.ledger.kept import keep
 from specfleet.coordinator.ledger.moves import Task, chunks, load_by_prompt, load_by_seq, move
 from specfleet.coordinator.ledger.tables import runs, samples, tasks, window_members, windows
 from specfleet.coordinator.ledger.tasks import CLEARED
@@ -164,7 +165,12 @@ def mend(conn: Connection, facts: RunFacts, generation: int) -> list[int]:
 
 
 def _substitute(conn: Connection, facts: RunFacts, member: Any, release: Task | None) -> None:
+    """Puts another captured sample in a member's place. release: the member's task, which goes back to the pool."""
     captured, pending = _candidates(conn, facts)
+    if facts.config.flow.tail != "carry":
+        # An epoch's windows hold that epoch's samples; otherwise its number of windows would change.
+        captured = [c for c in captured if c.epoch == member.epoch]
+        pending = [c for c in pending if c.epoch == member.epoch]
     key = (
         window_members.c.run == member.run,
         window_members.c.generation == member.generation,
@@ -182,8 +188,15 @@ def _substitute(conn: Connection, facts: RunFacts, member: Any, release: Task | 
         conn.execute(update(tasks).where(tasks.c.run == row.run, tasks.c.seq == row.seq).values(step=member.step))
         if release is not None:
             conn.execute(update(tasks).where(tasks.c.run == row.run, tasks.c.seq == release.seq).values(step=None))
-    elif release is None and not pending:
+    elif release is None and not pending and _ingested(conn, facts, member.epoch):
         conn.execute(delete(window_members).where(*key))
+
+
+def _ingested(conn: Connection, facts: RunFacts, epoch: int) -> bool:
+    """Whether no more tasks can come that could stand in for one of this epoch."""
+    cursor = conn.execute(select(runs.c.ingested).where(runs.c.id == facts.run)).scalar_one()
+    last = facts.num_tasks if facts.config.flow.tail == "carry" else (epoch + 1) * facts.num_prompts
+    return bool(cursor >= last)
 
 
 def _members(conn: Connection, window: Any) -> list[Any]:
@@ -240,10 +253,10 @@ _ATTEMPT = (
 
 
 def train(conn: Connection, facts: RunFacts, window: Any, now_ms: int) -> int:
-    """PLANNED → TRAINED with all its tasks; queues deletions unless features are retained. Returns its tokens."""
+    """PLANNED → TRAINED with all its tasks; queues deletions unless features are retained or kept. Returns its tokens."""
     rows = load_by_seq(conn, facts.run, [member.seq for member in _members(conn, window)])
     if not facts.retains:
-        outbox.discard(conn, facts, rows, now_ms)
+        outbox.discard(conn, facts, keep(conn, facts, rows), now_ms)
     freed: dict[str, Any] = {} if facts.retains else {"reserved_bytes": None}
     move(conn, rows, TaskState.TRAINED, f"trained in step {window.step} of generation {window.generation}", **freed)
     conn.execute(

@@ -13,8 +13,9 @@ from specfleet.coordinator.hub import Hub, now_ms
 from specfleet.coordinator.ledger import fleet
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
+from specfleet.coordinator.ledger.kept import kept_bytes
 from specfleet.coordinator.ledger.tables import outbox, tasks
-from specfleet.policies.credits import POOL_HIGH_FRACTION, check_window_fits
+from specfleet.policies.credits import POOL_HIGH_FRACTION, Held, check_window_fits
 from specfleet.policies.fair import Share, fair_order
 from specfleet.wire.records_pb2 import PromptTask, TaskAttempt
 
@@ -33,12 +34,15 @@ class Dispatcher:
         rows = [row for row in await self._hub.ledger.read(run_rows.active) if wants_prompts(row)]
         ready = [row for row in rows if await self._prepare(row)]
         while ready:
-            held = await self._hub.ledger.read(lambda conn: {row.id: task_rows.held(conn, row.id) for row in ready})
             by_id = {row.id: row for row in ready}
+            held = await self._held(list(by_id))
             ready = []
             for run in fair_order(Share(run, held[run].num_samples) for run in by_id):
                 if await self._turn(self._hub.facts(by_id[run]), by_id[run]) == TURN:
                     ready.append(by_id[run])
+
+    async def _held(self, runs: list[int]) -> dict[int, Held]:
+        return await self._hub.ledger.read(lambda conn: {run: task_rows.held(conn, run) for run in runs})
 
     async def _prepare(self, row: run_rows.RunRow) -> bool:
         """Ingests tasks when they run low, binds the run to a pool, checks that a window fits. False: no dispatch now."""
@@ -103,8 +107,11 @@ class Dispatcher:
             return current.store, task_rows.dispatch(conn, facts, gate, marks, free, limit, now_ms())
 
         store, chosen = await self._hub.ledger.write(dispatch)
-        if chosen:
-            await self._publish(facts, store, chosen)
+        announced = [task for task in chosen if not task.taken_over]
+        if announced:
+            await self._publish(facts, store, announced)
+        if len(announced) < len(chosen):
+            self._hub.plan.set()
         return len(chosen)
 
     async def _publish(self, facts: RunFacts, store: str, chosen: Sequence[task_rows.Dispatched]) -> None:
@@ -148,7 +155,7 @@ def _still_needed(conn: Connection, facts: RunFacts, trained_step: int) -> int:
 def _pool_held(conn: Connection, store: str) -> int:
     """Bytes all runs hold in a pool, unconfirmed deletions included."""
     reserved = sum(
-        int(conn.execute(_RESERVED.where(tasks.c.run == row.id)).scalar_one())
+        int(conn.execute(_RESERVED.where(tasks.c.run == row.id)).scalar_one()) + kept_bytes(conn, row.id)
         for row in run_rows.active(conn)
         if row.store == store
     )

@@ -8,7 +8,7 @@ from specfleet.contracts.states import TERMINAL_RUN_STATES, RunState, TaskState
 from specfleet.coordinator import launching, metrics
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.hub import Hub, now_ms
-from specfleet.coordinator.ledger import fleet, outbox
+from specfleet.coordinator.ledger import fleet, kept, outbox
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
 from specfleet.coordinator.loops.dispatcher import serves
@@ -52,6 +52,7 @@ class Runs:
             return False
         if row.final and row.state != RunState.DRAINING:
             run_rows.set_values(conn, row.id, drain_deadline_ms=now_ms() + DRAIN_MS)
+            kept.drop(conn, facts, now_ms())
             return self._hub.set_state(conn, row, RunState.DRAINING, "waiting for deletions")
         if row.state == RunState.DRAINING:
             return self._drained(conn, facts, row)

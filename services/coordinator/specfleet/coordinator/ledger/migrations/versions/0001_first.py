@@ -126,6 +126,14 @@ def _work() -> None:
         sa.Column("ref", sa.LargeBinary, nullable=False),
         sqlite_with_rowid=False,
     )
+    op.create_table(
+        "kept",
+        *_keys("run", "prompt_index"),
+        _int("seq"),
+        _int("attempt"),
+        _int("num_bytes"),
+        sqlite_with_rowid=False,
+    )
 
 
 def _fleet() -> None:
@@ -179,6 +187,7 @@ def _fleet() -> None:
     op.create_index("ix_launches_run", "launches", ["run"])
     op.create_table(
         "launch_nodes",
+        "kept",
         sa.Column("launch_id", sa.Text, primary_key=True),
         *_keys("node_rank"),
         _text("agent_id"),
