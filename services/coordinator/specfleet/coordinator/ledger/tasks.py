@@ -70,7 +70,8 @@ def dispatch(
 ) -> list[Dispatched]:
     """Reserves credits for the next READY tasks in order, raises their attempt and marks them dispatched.
 
-    Announce them only after this is committed, and not those that took over kept features. pool_free_bytes: what all runs together may still reserve in the pool.
+    Announce them only after this is committed, and not those that took over kept features.
+    pool_free_bytes: what all runs together may still reserve in the pool.
     """
     query = (
         select(tasks)
