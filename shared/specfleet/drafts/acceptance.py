@@ -75,16 +75,26 @@ def offline_acceptance(
     Raises DataError SF-EVAL-ROW when a row cannot be run or has no answer.
     """
     results: list[Acceptance | None] = [None] * len(rows)
-    embedding = target.embedding_VH
     weight = next(draft.parameters())
+    embedding, head = target.embedding_VH.to(weight.device), target.head_VH.to(weight.device)
+    depth = min(num_draft_tokens, draft.max_draft_tokens or num_draft_tokens)
     for batch in _batches(rows, max_batch_tokens):
         ids, aux = _prefill(target, [(index, rows[index]) for index in batch])
+        # A chain that starts after anchor x_s grows from row s − 1, and the first anchor is the first answer token.
+        wanted = torch.zeros(ids.shape, dtype=torch.bool)
+        for place, index in enumerate(batch):
+            wanted[place, rows[index].prompt_tokens - 1 : len(rows[index].input_ids) - 2] = True
         hits = draft.chain_hits(
-            ids.to(weight.device), aux.to(weight.device, weight.dtype), embedding.to(weight.device), num_draft_tokens
+            ids.to(weight.device),
+            aux.to(weight.device, weight.dtype),
+            embedding,
+            depth,
+            head_VH=head,
+            wanted_BT=wanted.to(weight.device),
         )
         runs = hits.cumprod(-1).sum(-1).tolist()
         for row, index in enumerate(batch):
-            results[index] = _walk(rows[index], runs[row], num_draft_tokens)
+            results[index] = _walk(rows[index], runs[row], depth)
     return [result for result in results if result is not None]
 
 

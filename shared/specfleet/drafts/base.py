@@ -40,17 +40,33 @@ class Draft(nn.Module, ABC):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """An untrained draft with the architecture's own initialisation (uses torch's global generator)."""
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """The longest chain one round can propose; None: no limit of its own."""
+        return None
+
     @abstractmethod
-    def drafter(self, embedding_VH: torch.Tensor) -> Drafter:
-        """A fresh proposer that reads this module's weights. embedding_VH: the target's input embedding."""
+    def drafter(self, embedding_VH: torch.Tensor, head_VH: torch.Tensor | None = None) -> Drafter:
+        """A fresh proposer that reads this module's weights.
+
+        embedding_VH, head_VH: the target's input embedding and output head. Drafts with a head of their own ignore head_VH;
+        the others raise ConfigError SF-DRAFT-HEAD without it.
+        """
 
     def chain_hits(
-        self, input_ids_BT: torch.Tensor, aux_BTK: torch.Tensor, embedding_VH: torch.Tensor, k: int
+        self,
+        input_ids_BT: torch.Tensor,
+        aux_BTK: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        k: int,
+        head_VH: torch.Tensor | None = None,
+        wanted_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, T, k] bool: from row t, are guesses 0 … i all equal to the text x_{t+2} … x_{t+2+i}?
 
         Up to the first wrong guess a greedy chain is fed exactly the text, so one teacher-forced pass answers for every
-        row what `Drafter.propose` would be accepted for. Past the end of a sequence the answer is False; rows in padding
-        hold nothing meaningful.
+        row what `Drafter.propose` would be accepted for. Past the end of a sequence, and beyond what the draft can propose,
+        the answer is False; rows in padding hold nothing meaningful. wanted_BT: bool, the only rows whose answers the
+        caller will read (None: all); the others may be left False, which saves their work.
         """
         raise NotImplementedError(f"{type(self).__name__} has no batched chain; walk its drafter instead")

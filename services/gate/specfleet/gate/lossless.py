@@ -56,7 +56,7 @@ def decode_both(
     for row in chosen:
         prompt = list(row.text.input_ids[: row.text.prompt_tokens])
         plain = decode_greedy(target, None, prompt, new_tokens, depth, ends).ids
-        drafter = draft.drafter(target.embedding_VH)
+        drafter = draft.drafter(target.embedding_VH, target.head_VH)
         found = decode_greedy(target, drafter, prompt, new_tokens, depth, ends)
         gap = None if plain == found.ids else _gap(target, prompt, plain, found.ids)
         results.append(Decoded(row, plain, found.ids, found.acceptance_length, gap))

@@ -31,6 +31,10 @@ class OncePerBatch:
     def embedding_VH(self) -> torch.Tensor:
         return self._target.embedding_VH
 
+    @property
+    def head_VH(self) -> torch.Tensor:
+        return self._target.head_VH
+
     def capture(self, batch: Sequence[Sequence[int]]) -> list[dict[str, torch.Tensor] | CaptureItemError]:
         asked = [list(ids) for ids in batch]
         if asked != self._batch:
@@ -50,7 +54,7 @@ def measure(
     """Name → acceptance per row, in the order of rows. All drafts read the same layers."""
     layers = next(iter(drafts.values())).config.layer_ids
     target = HFTarget.load(target_dir, layers, dtype, device, final_state="none")
-    once = cast(HFTarget, OncePerBatch(target))  # the two members that offline_acceptance uses
+    once = cast(HFTarget, OncePerBatch(target))  # the three members that offline_acceptance uses
     placed = {name: draft.to(device, compute_dtype(DTYPES[dtype], device)) for name, draft in drafts.items()}
     counts: Counts = {name: [Acceptance()] * len(rows) for name in drafts}
     done = 0
