@@ -25,6 +25,16 @@ NOT_READY = -703
 ABSENT = -704
 LEASE_EXPIRED = -707
 
+# Mooncake's own settings, unless the operator chose others; it reads them when it is imported or set up.
+_ENVIRONMENT = {
+    # INFO tells of every transfer.
+    "MC_LOG_LEVEL": "ERROR",
+    # Set-up holds Python's global lock while it retries: by default 20 times, 90 s in which the whole process stands still
+    # (0.3.13). We try again ourselves.
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    # A master that hangs; the default of 30 s is longer than most leases.
+    "MC_RPC_TIMEOUT_MS": "5000",
+}
 _CONNECT_TIMEOUT_S = 2.0
 # madvise advice (Linux): free the pages behind a shared mapping.
 _MADV_REMOVE = 9
@@ -32,8 +42,8 @@ _MADV_REMOVE = 9
 
 def load_library() -> ModuleType:
     """Imports mooncake.store; raises HostError that says what the machine lacks."""
-    # Mooncake logs every transfer set-up at INFO. Its environment variable is read at import.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     try:
         import mooncake.store
     except ModuleNotFoundError as error:
@@ -117,8 +127,8 @@ def open_connection(
     """
     local_host = _reach(client_address or master, "segment owner" if client_address else "master")
     client = library.MooncakeDistributedStore()
+    # No local buffer: only get() on bytes would use it. No segment: the owner holds the bytes.
     if client_address is not None:
-        # No local buffer: only get() on bytes would use it.
         code = client.setup_dummy(0, 0, client_address)
     else:
         code = client.setup(local_host, "P2PHANDSHAKE", 0, 0, "tcp", "", master)
@@ -151,7 +161,7 @@ def _register(client: Any, size: int, shared: bool) -> Connection:
 
 
 def _reach(address: str, what: str) -> str:
-    """This machine's address as seen by the peer. Mooncake's own set-up would block for seconds on a dead one."""
+    """This machine's address as seen by the peer. Mooncake's own set-up would freeze the process on a dead one."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S) as link:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 from specfleet.contracts.errors import StoreError, StoreFullError
@@ -206,32 +207,46 @@ class MooncakeStore(FeatureStore):
                 raise self._broken(connection, f"existence check of {key}", code)
 
     def _write(self, connection: Connection, plan: list[tuple[FeatureSpec, Bytes]]) -> list[int]:
-        """Transfers everything and fills in the checksums. Returns one code per object."""
-        groups = groups_of([spec.num_bytes for spec, _ in plan], connection)
-        transfers: list[Callable[[], list[int]]] = []
+        """Transfers everything and fills in the checksums. Returns one code per object, in the plan's order.
+
+        What lies in lent memory goes in one piece while this thread hashes it; the rest is copied group by group, each
+        while the one before is under way.
+        """
+        lent = [index for index, (_, data) in enumerate(plan) if connection.lent(data)]
+        copied = [index for index, (_, data) in enumerate(plan) if not connection.lent(data)]
+        groups = [lent] if lent else []
+        for group in groups_of([plan[index][0].num_bytes for index in copied], connection):
+            groups.append([copied[position] for position in group])
+        inline = len(groups) == 1 and sum(spec.num_bytes for spec, _ in plan) <= _INLINE_BYTES
+        codes = [0] * len(plan)
+        under_way: list[tuple[list[int], Callable[[], list[int]]]] = []
         try:
             for group in groups:
                 members = [plan[index] for index in group]
-                transfers.append(self._start_write(connection, members, inline=len(groups) == 1))
+                transfer = self._prepare_write(connection, members, copy=group is not lent)
+                if under_way:
+                    under_way[-1][1]()  # one at a time: more would only share the memory's bandwidth
+                under_way.append((group, self._run(transfer, inline)))
                 for spec, data in members:
                     spec.checksum = checksum(data)
         finally:
-            codes = [code for transfer in transfers for code in transfer()]
+            for group, result in under_way:
+                for index, code in zip(group, result(), strict=True):
+                    codes[index] = code
         return codes
 
-    def _start_write(
-        self, connection: Connection, members: list[tuple[FeatureSpec, Bytes]], inline: bool
+    def _prepare_write(
+        self, connection: Connection, members: list[tuple[FeatureSpec, Bytes]], copy: bool
     ) -> Callable[[], list[int]]:
-        copied = [data for _, data in members if not connection.lent(data)]
-        block = stage(connection, sum(aligned(data.nbytes) for data in copied)) if copied else None
-        cursor, addresses = block or 0, []
-        for _, data in members:
-            if connection.lent(data):
-                addresses.append(data.ctypes.data)
-            else:
-                memory_at(cursor, data.nbytes)[:] = data
-                addresses.append(cursor)
-                cursor += aligned(data.nbytes)
+        """Copies where asked; returns the transfer to run."""
+        addresses = [data.ctypes.data for _, data in members]
+        block = None
+        if copy:
+            lengths = [aligned(data.nbytes) for _, data in members]
+            block = stage(connection, sum(lengths))
+            addresses = [block + offset for offset in accumulate(lengths[:-1], initial=0)]
+            for address, (_, data) in zip(addresses, members, strict=True):
+                memory_at(address, data.nbytes)[:] = data
         keys, sizes = [spec.key for spec, _ in members], [spec.num_bytes for spec, _ in members]
 
         def transfer() -> list[int]:
@@ -241,7 +256,7 @@ class MooncakeStore(FeatureStore):
                 connection.staging.release(block)
             return codes
 
-        return self._run(transfer, inline and sum(sizes) <= _INLINE_BYTES)
+        return transfer
 
     def _check_put(self, connection: Connection, specs: list[FeatureSpec], codes: list[int]) -> None:
         for spec, code in zip(specs, codes, strict=True):

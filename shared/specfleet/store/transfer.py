@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 # Objects move in groups: while one is transferred, the next is copied and hashed.
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 32 << 20
 BUFFER_WAIT_S = 60.0
 
 GONE = frozenset({NOT_READY, ABSENT})
