@@ -175,6 +175,8 @@ class Loader:
                 )
             else:
                 _check_length(ref, features)
+                # What random draws of a strategy depend on, so that a repeated or resumed step repeats them.
+                features["visit"] = torch.tensor([ref.attempt.task.epoch, ref.attempt.task.prompt_index])
                 return features
             with self._condition:
                 self._condition.wait_for(lambda: self._closed or self._book.get(plan.step) is not plan, timeout=pause_s)

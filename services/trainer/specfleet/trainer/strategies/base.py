@@ -54,7 +54,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Features of one micro-batch, as the store returned them (CPU), → padded CPU tensors. Runs in the prefetch thread."""
+        """Features of one micro-batch, as the store returned them (CPU), → padded CPU tensors. Runs in the prefetch thread.
+
+        Each sample also has `visit` [2] int64, its epoch and prompt index: the source of all randomness (draws.py).
+        """
 
     @abstractmethod
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
