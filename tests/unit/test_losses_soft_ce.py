@@ -13,7 +13,7 @@ def _row(z: list[float], p: list[float], live: bool = True) -> tuple[float, torc
     """Loss and gradient of one row of logits z against probabilities p (identity head)."""
     x = torch.tensor([z], requires_grad=True)
     teacher = Teacher(torch.tensor([p]).log(), torch.zeros(1))
-    loss, _ = soft_ce_head(x, torch.eye(len(z)), teacher, torch.tensor([0]), torch.tensor([live]))
+    loss, _, _ = soft_ce_head(x, torch.eye(len(z)), teacher, torch.tensor([0]), torch.tensor([live]))
     loss.backward()
     assert x.grad is not None
     return loss.item(), x.grad[0]
@@ -38,7 +38,7 @@ def test_a_dead_row_contributes_nothing_even_with_nan() -> None:
     x = torch.tensor([[math.nan, 1.0], [0.5, 0.1]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
     teacher = Teacher(torch.tensor([[math.nan, 0.0], [0.5, 0.5]]), torch.zeros(2))
-    loss, _ = soft_ce_head(x, weight, teacher, torch.tensor([0, 1]), torch.tensor([False, True]))
+    loss, _, _ = soft_ce_head(x, weight, teacher, torch.tensor([0, 1]), torch.tensor([False, True]))
     loss.backward()
     assert x.grad is not None
     assert weight.grad is not None
@@ -67,7 +67,7 @@ def test_gradients_are_exact_in_fp64() -> None:
 
 def test_equals_the_plain_formula() -> None:
     x, weight, teacher, judge, live = _random(torch.float32)
-    loss, best = soft_ce_head(x, weight, teacher, judge, live)
+    loss, best, _ = soft_ce_head(x, weight, teacher, judge, live)
     z = x @ weight.T
     p = torch.exp(teacher.logits_UV[judge] - teacher.lse_U[judge, None])
     plain = -(p * z.log_softmax(-1)).sum(-1)[live].sum()
@@ -91,7 +91,7 @@ def test_no_rows_give_zero_and_zero_gradients() -> None:
     x = torch.zeros(0, 5, requires_grad=True)
     weight = torch.randn(6, 5, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.int64)
-    loss, best = soft_ce_head(x, weight, Teacher(torch.zeros(0, 6), torch.zeros(0)), empty, empty.bool())
+    loss, best, _ = soft_ce_head(x, weight, Teacher(torch.zeros(0, 6), torch.zeros(0)), empty, empty.bool())
     loss.backward()
     assert loss.item() == 0.0
     assert best.shape == (0,)
@@ -113,5 +113,6 @@ def test_reduced_teacher_renormalises_on_the_draft_vocabulary() -> None:
     teacher = FrozenTeacher(torch.eye(4), torch.tensor([0, 1]), full=True)
     logits, lse = teacher.draft_logits(probabilities.log()[None])
     torch.testing.assert_close(torch.exp(logits - lse[:, None])[0], torch.tensor([0.625, 0.375]))
-    assert teacher.argmax(probabilities.log()[None], logits).tolist() == [0]
-    assert teacher.argmax(torch.tensor([[0.0, 0.0, 9.0, 0.0]]), logits).tolist() == [2]  # outside the draft vocabulary
+    assert teacher.judge(probabilities.log()[None], {}, mass=False).argmax_U.tolist() == [0]
+    # outside the draft vocabulary
+    assert teacher.judge(torch.tensor([[0.0, 0.0, 9.0, 0.0]]), {}, mass=False).argmax_U.tolist() == [2]

@@ -6,7 +6,7 @@ feature is its own output of step i−1, its token x_{t+1+i}, its rotary positio
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,91 +14,42 @@ from torch import nn
 from torch.nn import functional
 
 from specfleet.contracts.errors import ConfigError
-from specfleet.drafts.base import Draft, Drafter
-from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope, Rotation, SwiGLU
+from specfleet.drafts.base import Drafter
+from specfleet.drafts.eagle_base import EagleDraft, EagleLayer, EagleSizes
+from specfleet.drafts.kv_cache import KeyValueCache
+from specfleet.drafts.layers import ExpertMLP, RMSNorm, Rotation, SwiGLU
 from specfleet.drafts.ttt_attention import ttt_attention
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """Sizes of an EAGLE-3 draft. layer_ids: captured layers as "output of layer k"."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    layer_ids: tuple[int, ...]
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(EagleSizes):
     fc_norm: bool = False
     """EAGLE-3.1: a norm on each captured layer's chunk before the fusion."""
     norm_output: bool = False
     """EAGLE-3.1: feed the normed output back. Logits are normed either way."""
+    legacy_v030: bool = False
+    """Only for parity tests. SpecForge v0.3.0 never fed the normed output back, and let norm_output decide about the logits."""
+    own_head: bool = True
+    """False: the target's output head, frozen, and the target's whole vocabulary."""
+    experts: int = 0
+    """Experimental: experts in the MLP; 0: dense."""
+    experts_per_token: int = 2
 
-    @property
-    def num_aux(self) -> int:
-        return len(self.layer_ids)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layer_ids": list(self.layer_ids)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises ConfigError SF-DRAFT-CONFIG on unknown or missing keys and on sizes that contradict one another."""
-        known = {field.name for field in fields(cls)}
-        try:
-            config = cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
-        except (TypeError, KeyError) as error:
-            unknown = sorted(set(values) - known)
-            raise ConfigError("SF-DRAFT-CONFIG", f"eagle3 draft config does not fit: {error}; unknown keys {unknown}") from error
-        if config.num_attention_heads % config.num_key_value_heads:
+    def check(self) -> None:
+        super().check()
+        if not self.own_head and (self.draft_vocab_size < self.vocab_size or self.target_hidden_size != self.hidden_size):
             raise ConfigError(
                 "SF-DRAFT-CONFIG",
-                f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({config.num_key_value_heads})",
+                f"a draft with the target's head needs its vocabulary and width: draft_vocab_size {self.draft_vocab_size} and "
+                f"hidden_size {self.hidden_size}, the target has {self.vocab_size} and {self.target_hidden_size}",
             )
-        if not 0 < config.draft_vocab_size <= config.vocab_size:
-            raise ConfigError(
-                "SF-DRAFT-CONFIG",
-                f"draft_vocab_size ({config.draft_vocab_size}) must lie between 1 and vocab_size ({config.vocab_size})",
-            )
-        return config
 
 
-class Eagle3Layer(nn.Module):
-    """A pre-norm decoder layer whose attention reads [normed embedding, normed feature] and whose residual is the raw feature."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.self_attn = GroupedQueryProjections(
-            2 * size, size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        )
-        self.mlp = SwiGLU(size, config.intermediate_size)
-
-    def attention_input(self, embedding_RH: torch.Tensor, feature_RH: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.input_layernorm(embedding_RH), self.hidden_norm(feature_RH)), dim=-1)
-
-    def finish(self, feature_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
-        hidden = feature_RH + self.self_attn.o_proj(attended_RNd.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Eagle3Draft(Draft):
-    """Module names are the exported (SGLang) names. d2t: offsets, target id of draft id j is j + d2t[j]."""
+class Eagle3Draft(EagleDraft):
+    """Module names are the exported (SGLang) names."""
 
     kind: ClassVar[str] = "eagle3"
-    d2t: torch.Tensor
-    t2d: torch.Tensor
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -107,36 +58,17 @@ class Eagle3Draft(Draft):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.layer_ids)
         self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = EagleLayer(config, _mlp(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # With the target's head the map is the identity, which nobody needs to be told.
+        self._add_vocabulary(saved=config.own_head)
+        self._initialise()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         return cls(Eagle3Config.from_dict(config))
-
-    def set_vocabulary(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Installs a vocabulary map. Raises ConfigError SF-DRAFT-VOCAB when the two halves disagree."""
-        chosen = t2d.nonzero().flatten()
-        if d2t.shape != self.d2t.shape or t2d.shape != self.t2d.shape or not torch.equal(
-            chosen, d2t + torch.arange(len(d2t), device=d2t.device)
-        ):
-            raise ConfigError(
-                "SF-DRAFT-VOCAB",
-                f"vocabulary map does not fit: d2t {list(d2t.shape)} (expected {list(self.d2t.shape)}), t2d {list(t2d.shape)} "
-                f"with {len(chosen)} entries set (expected {list(self.t2d.shape)} with {len(self.d2t)})",
-            )
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return draft_ids + self.d2t[draft_ids]
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[…, K·H_T] → [..., H]: the feature of rollout step 0."""
@@ -146,11 +78,25 @@ class Eagle3Draft(Draft):
         return self.fc(aux)
 
     def feedback(self, output_RH: torch.Tensor) -> torch.Tensor:
-        return self.norm(output_RH) if self.config.norm_output else output_RH
+        """Layer output of one step → feature of the next."""
+        return self.norm(output_RH) if self.config.norm_output and not self.config.legacy_v030 else output_RH
 
-    def logits(self, output_RH: torch.Tensor) -> torch.Tensor:
+    def head_input(self, output_RH: torch.Tensor) -> torch.Tensor:
+        """Layer output → what the head multiplies."""
+        return output_RH if self.config.legacy_v030 and not self.config.norm_output else self.norm(output_RH)
+
+    def head(self, head_VH: torch.Tensor | None = None) -> torch.Tensor:
+        """The output head [V_d, H]: the draft's own, or the target's, which must be given then (else SF-DRAFT-HEAD)."""
+        if self.config.own_head:
+            return self.lm_head.weight
+        if head_VH is None:
+            raise ConfigError("SF-DRAFT-HEAD", "this draft uses the target's output head: pass head_VH [V, H]")
+        # Rows beyond the vocabulary are padding of the target's checkpoint.
+        return head_VH[: self.config.vocab_size]
+
+    def logits(self, output_RH: torch.Tensor, head_VH: torch.Tensor | None = None) -> torch.Tensor:
         """Layer outputs [R, H] → draft-vocabulary logits [R, V_d]."""
-        return self.lm_head(self.norm(output_RH))
+        return functional.linear(self.head_input(output_RH), self.head(head_VH).to(output_RH))
 
     def rollout(
         self,
@@ -175,7 +121,7 @@ class Eagle3Draft(Draft):
         mixed = self.midlayer.attention_input(functional.embedding(next_ids, embedding_VH).to(dtype), feature)
         rotation = self.rope.at(positions, dtype)
         keys, values = attention.keys_values(mixed, rotation)
-        prefix_k, prefix_v = (self._per_query_head(x.unflatten(0, (batch, length))) for x in (keys, values))
+        prefix_k, prefix_v = self._per_query_head(keys, batch), self._per_query_head(values, batch)
 
         rows = active[0]
         feature, mixed, rotation = feature[rows], mixed[rows], rotation.rows(rows)
@@ -199,44 +145,52 @@ class Eagle3Draft(Draft):
             outputs.append(self.midlayer.finish(feature, attended))
         return outputs
 
-    def _per_query_head(self, x_BTNd: torch.Tensor) -> torch.Tensor:
-        """[B, T, n_kv, d] → [B, n_q, T, d]."""
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        return x_BTNd.transpose(1, 2).repeat_interleave(groups, dim=1)
-
-    def drafter(self, embedding_VH: torch.Tensor) -> "Eagle3Drafter":
-        return Eagle3Drafter(self, embedding_VH)
+    def drafter(self, embedding_VH: torch.Tensor, head_VH: torch.Tensor | None = None) -> "Eagle3Drafter":
+        return Eagle3Drafter(self, embedding_VH, head_VH)
 
     @torch.no_grad()
     def chain_hits(
-        self, input_ids_BT: torch.Tensor, aux_BTK: torch.Tensor, embedding_VH: torch.Tensor, k: int
+        self,
+        input_ids_BT: torch.Tensor,
+        aux_BTK: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        k: int,
+        head_VH: torch.Tensor | None = None,
+        wanted_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, length = input_ids_BT.shape
         hits = torch.zeros(batch * length, k, dtype=torch.bool, device=input_ids_BT.device)
         flat_ids = input_ids_BT.flatten()
         positions = torch.arange(batch * length, device=flat_ids.device)
+        if wanted_BT is not None:
+            positions = positions[wanted_BT.flatten()]
         # Step i of row t is judged by x_{t+2+i}, which must lie inside the sequence.
         active = [positions[positions % length + 2 + step < length] for step in range(min(k, length - 2))]
         if not active:
             return hits.view(batch, length, k)
         for step, output in enumerate(self.rollout(input_ids_BT, aux_BTK, embedding_VH, active)):
-            guesses = self.target_ids(self.logits(output).argmax(-1))
+            guesses = self.target_ids(self.logits(output, head_VH).argmax(-1))
             hits[active[step], step] = guesses == flat_ids[active[step] + 2 + step]
         return hits.view(batch, length, k).cummin(-1).values
+
+
+def _mlp(config: Eagle3Config) -> nn.Module:
+    if config.experts:
+        return ExpertMLP(config.hidden_size, config.intermediate_size, config.experts, config.experts_per_token)
+    return SwiGLU(config.hidden_size, config.intermediate_size)
 
 
 class Eagle3Drafter(Drafter):
     """Chain drafting with a key-value cache. Guesses live behind the verified rows and are dropped by the next `extend`."""
 
-    def __init__(self, draft: Eagle3Draft, embedding_VH: torch.Tensor) -> None:
+    def __init__(self, draft: Eagle3Draft, embedding_VH: torch.Tensor, head_VH: torch.Tensor | None = None) -> None:
         self._draft = draft
         self._embedding = embedding_VH
+        self._head = draft.head(head_VH)
         self._length = 0
-        config, weight = draft.config, draft.fc.weight
-        shape = (config.num_key_value_heads, 256, config.head_dim)
-        self._keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self._values = torch.empty_like(self._keys)
-        self._output = torch.empty(1, config.hidden_size, dtype=weight.dtype, device=weight.device)
+        config = draft.config
+        self._cache = KeyValueCache(config.num_key_value_heads, config.head_dim, draft.fc.weight)
+        self._output = draft.fc.weight.new_empty(1, config.hidden_size)
 
     @torch.no_grad()
     def extend(self, next_ids: Sequence[int], aux_TKH: torch.Tensor) -> None:
@@ -258,34 +212,16 @@ class Eagle3Drafter(Drafter):
             if step:
                 token = guesses[-1] if forced is None else forced[step - 1]
                 output = self._forward([token], self._draft.feedback(output), self._length + step - 1)
-            logits.append(self._draft.logits(output)[0])
+            logits.append(self._draft.logits(output, self._head)[0])
             guesses.append(int(self._draft.target_ids(logits[-1].argmax())))
         return guesses, logits
 
     def _forward(self, ids: Sequence[int], feature_RH: torch.Tensor, start: int) -> torch.Tensor:
         """Rows at positions start, start+1, … that see everything cached before them and one another causally."""
         layer, attention = self._draft.midlayer, self._draft.midlayer.self_attn
-        end = start + len(ids)
-        self._reserve(end)
         device, dtype = feature_RH.device, feature_RH.dtype
         embedded = functional.embedding(torch.tensor(ids, device=self._embedding.device), self._embedding)
         mixed = layer.attention_input(embedded.to(device, dtype), feature_RH)
-        rotation: Rotation = self._draft.rope.at(torch.arange(start, end, device=device), dtype)
+        rotation: Rotation = self._draft.rope.at(torch.arange(start, start + len(ids), device=device), dtype)
         keys, values = attention.keys_values(mixed, rotation)
-        self._keys[:, start:end] = keys.transpose(0, 1)
-        self._values[:, start:end] = values.transpose(0, 1)
-        queries = attention.queries(mixed, rotation).transpose(0, 1)
-        mask = None
-        if len(ids) > 1:
-            mask = torch.arange(end, device=device) <= torch.arange(start, end, device=device)[:, None]
-        attended = functional.scaled_dot_product_attention(
-            queries[None], self._keys[None, :, :end], self._values[None, :, :end], attn_mask=mask, enable_gqa=True
-        )[0]
-        return layer.finish(feature_RH, attended.transpose(0, 1))
-
-    def _reserve(self, length: int) -> None:
-        capacity = self._keys.shape[1]
-        if length > capacity:
-            grow = max(length, 2 * capacity) - capacity
-            self._keys = functional.pad(self._keys, (0, 0, 0, grow))
-            self._values = functional.pad(self._values, (0, 0, 0, grow))
+        return layer.finish(feature_RH, self._cache.attend(attention.queries(mixed, rotation), keys, values, start))

@@ -35,6 +35,28 @@ class SwiGLU(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class ExpertMLP(nn.Module):
+    """A mixture of SwiGLU experts, of which each row uses its `per_token` likeliest (weights renormalised over those).
+
+    Dense dispatch: every expert computes every row and unused results are weighted zero. That wastes arithmetic and keeps
+    shapes static, gradients exact and every parameter in the graph, which is what an experiment on small drafts needs.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, experts: int, per_token: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(hidden_size, intermediate_size) for _ in range(experts))
+        self.per_token = per_token
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        top = scores.topk(self.per_token, dim=-1)
+        chosen = torch.full_like(scores, -torch.inf).scatter(-1, top.indices, top.values)
+        weights = torch.softmax(chosen.to(torch.promote_types(x.dtype, torch.float32)), -1).to(x.dtype)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-1)
+        return (outputs * weights[..., None, :]).sum(-1)
+
+
 class GroupedQueryProjections(nn.Module):
     """The four projections of grouped-query attention. The attention itself differs between training and decoding."""
 

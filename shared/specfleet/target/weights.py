@@ -1,6 +1,11 @@
-"""Reads single tensors of a Hugging Face checkpoint: the input embedding and the output head. No transformers."""
+"""Reads single tensors of a Hugging Face checkpoint: the input embedding and the output head. No transformers.
+
+Some targets scale between the final norm and the logits (muP and its relatives). The project's final state is the tensor
+*before* that scale and the teacher's head carries it (`load_head`), so that it is applied exactly once.
+"""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +43,28 @@ def load_embedding(path: str | Path) -> torch.Tensor:
 
     Raises DataError SF-TARGET-MISSING, SF-TARGET-WEIGHTS or SF-TARGET-TENSOR.
     """
-    files = _tensor_files(Path(path))
+    files = tensor_files(Path(path))
     return _load(files, _pick(files, _EMBEDDING_NAMES, "input embedding", path), path)
 
 
 def load_head(path: str | Path) -> torch.Tensor:
-    """Output head [V, H] in its stored dtype, on the CPU: the embedding when the checkpoint ties the two.
+    """Output head [V, H] on the CPU, with the target's logits scale folded in: logits = head · final state.
+
+    The embedding when the checkpoint ties the two. In its stored dtype, or fp32 when there is a scale to fold: rounding a
+    scaled bfloat16 head would move the teacher.
+    Raises DataError SF-TARGET-MISSING, SF-TARGET-WEIGHTS, SF-TARGET-TENSOR or SF-TARGET-LOGITS.
+    """
+    scale = logits_scale(read_text_config(path))
+    head = load_raw_head(path)
+    return head if scale == 1.0 else head.float() * scale
+
+
+def load_raw_head(path: str | Path) -> torch.Tensor:
+    """Output head [V, H] as stored, on the CPU: what a serving engine multiplies a draft's state with.
 
     Raises DataError SF-TARGET-MISSING, SF-TARGET-WEIGHTS or SF-TARGET-TENSOR.
     """
-    files = _tensor_files(Path(path))
+    files = tensor_files(Path(path))
     if not any(_matches(name, _HEAD_NAMES) for name in files):
         tied = read_text_config(path).get("tie_word_embeddings", True)
         if not tied:
@@ -60,11 +77,31 @@ def load_head(path: str | Path) -> torch.Tensor:
     return _load(files, _pick(files, _HEAD_NAMES, "output head", path), path)
 
 
+def logits_scale(text_config: Mapping[str, Any]) -> float:
+    """The factor between head · (post-norm state) and the target's logits.
+
+    Granite divides logits by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`, MiniCPM
+    divides states by hidden_size / `dim_model_base`. Raises DataError SF-TARGET-LOGITS for capped logits, which no factor
+    reproduces.
+    """
+    if text_config.get("final_logit_softcapping"):
+        raise DataError(
+            "SF-TARGET-LOGITS",
+            f"the target caps its logits (final_logit_softcapping {text_config['final_logit_softcapping']}), so they cannot be "
+            "recomputed as head · state; such targets are not supported",
+        )
+    scale = float(text_config.get("logit_scale") or 1.0) * float(text_config.get("lm_head_multiplier") or 1.0)
+    scale /= float(text_config.get("logits_scaling") or 1.0)
+    if text_config.get("dim_model_base"):
+        scale *= float(text_config["dim_model_base"]) / float(text_config["hidden_size"])
+    return scale
+
+
 def _matches(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 
-def _tensor_files(path: Path) -> dict[str, Path]:
+def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name → safetensors file holding it."""
     if not path.is_dir():
         raise DataError("SF-TARGET-MISSING", f"{path} is not a directory: model.target must be a model directory")

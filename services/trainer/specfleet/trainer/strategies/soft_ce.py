@@ -1,27 +1,72 @@
-"""Cross entropy against a soft teacher through a linear head, in chunks of rows.
+"""Losses against a soft teacher through a linear head, in chunks of rows: cross entropy and the two LK losses.
 
-Neither logits nor probabilities of more than one chunk ever exist: the forward keeps only its inputs, and the backward
-recomputes each chunk once the scale of the loss is known.
+Neither logits nor probabilities of more than one chunk ever exist: the forward keeps its inputs and two numbers per row, and
+the backward recomputes each chunk once the scale of the loss is known.
+
+With p̃ the teacher renormalised on the draft vocabulary, p its true mass there (Σp ≤ 1) and q = softmax(x·Wᵀ):
+
+    CE = −Σ_v p̃_v log q_v        α = Σ_v min(p_v, q_v), the chance that lossless sampling accepts a token drawn from q
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 # 2048 rows × 32k draft vocabulary is 256 MB in fp32, the largest temporary of a training step.
 CHUNK_ROWS = 2048
 
+# Below this acceptance −log α goes on as its tangent: bounded in value and slope, and never without a slope.
+_LEAST_ALPHA = 1e-5
+
 
 @dataclass(frozen=True)
 class Teacher:
     """Teacher logits over the draft vocabulary, each unique row once.
 
-    p = exp(logits − lse): with lse over the draft vocabulary p sums to one; with the full vocabulary's lse it is the true mass.
+    p̃ = exp(logits − lse), p = exp(logits − full_lse). full_lse is over the target's whole vocabulary; without it (None)
+    there is no true mass, so no acceptance and no LK loss.
     """
 
     logits_UV: torch.Tensor
     lse_U: torch.Tensor
+    full_lse_U: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Lk:
+    """What a row's loss is made of.
+
+    none: CE. alpha: −log α. lambda: λ·CE + (1 − λ)(1 − α) with λ = scale·exp(−decay·α) and no gradient through λ;
+    per_token: whether that α is the row's own or the mean over the live rows of the call.
+    """
+
+    kind: Literal["none", "alpha", "lambda"] = "none"
+    scale: float = 1.0
+    decay: float = 3.0
+    per_token: bool = True
+
+    def loss(
+        self, ce_R: torch.Tensor, alpha_R: torch.Tensor, live_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row losses [R] and their derivatives by CE and by α [R] each. Rows that are not live may hold anything."""
+        match self.kind:
+            case "none":
+                return ce_R, torch.ones_like(ce_R), torch.zeros_like(ce_R)
+            case "alpha":
+                bounded = alpha_R.clamp_min(_LEAST_ALPHA)
+                return (bounded - alpha_R) / _LEAST_ALPHA - bounded.log(), torch.zeros_like(ce_R), -1.0 / bounded
+            case "lambda":
+                weight = self.scale * torch.exp(-self.decay * (alpha_R if self.per_token else _mean(alpha_R, live_R)))
+                return weight * ce_R + (1 - weight) * (1 - alpha_R), weight.expand_as(ce_R), weight.expand_as(ce_R) - 1
+
+
+class HeadResult(NamedTuple):
+    """loss: Σ over live rows (fp32, or fp64 for fp64 inputs). best_R: argmax of every row. alpha_R: None when unknown."""
+
+    loss: torch.Tensor
+    best_R: torch.Tensor
+    alpha_R: torch.Tensor | None
 
 
 def soft_ce_head(
@@ -31,54 +76,79 @@ def soft_ce_head(
     teacher_row_R: torch.Tensor,
     live_R: torch.Tensor,
     chunk_rows: int = CHUNK_ROWS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ over live rows of −Σ_v p_v log softmax(x·Wᵀ)_v, argmax of every row [R] int64).
+    lk: Lk | None = None,
+) -> HeadResult:
+    """Loss of the head x·Wᵀ. A frozen weight (no requires_grad) costs no weight gradient.
 
-    teacher_row_R: row of the teacher per row of x. live_R: bool; a dead row contributes exactly nothing, NaN or not.
-    The sum is fp32 (fp64 for fp64 inputs), whatever dtype the head runs in.
+    teacher_row_R: row of the teacher per row of x. live_R: bool; a dead row contributes exactly nothing, NaN or not, but its
+    argmax and α are still told.
     """
-    return _SoftCeHead.apply(x_RH, weight_VH, teacher.logits_UV, teacher.lse_U, teacher_row_R, live_R, chunk_rows)
+    lk = lk or Lk()
+    if lk.kind != "none" and teacher.full_lse_U is None:
+        raise ValueError("an LK loss needs the teacher's log-sum-exp over the target's whole vocabulary")
+    return HeadResult(*_SoftCeHead.apply(x_RH, weight_VH, teacher, teacher_row_R, live_R, chunk_rows, lk))
 
 
 class _SoftCeHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor,
-        teacher_row: torch.Tensor, live: torch.Tensor, chunk_rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        ctx.save_for_backward(x, weight, logits, lse, teacher_row, live)
-        ctx.chunk_rows = chunk_rows
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, teacher: Teacher, teacher_row: torch.Tensor,
+        live: torch.Tensor, chunk_rows: int, lk: Lk,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
+        ce = torch.empty(x.shape[0], dtype=wide, device=x.device)
+        alpha = torch.zeros_like(ce)
         best = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
         for rows in _chunks(x.shape[0], chunk_rows):
             z = (x[rows] @ weight.T).to(wide)
-            p = _probabilities(logits, lse, teacher_row[rows], wide)
             best[rows] = z.argmax(-1)
-            row_loss = p.sum(-1) * z.logsumexp(-1) - (p * z).sum(-1)
-            loss += torch.where(live[rows], row_loss, 0.0).sum()
-        ctx.mark_non_differentiable(best)
-        return loss, best
+            z_lse = z.logsumexp(-1, keepdim=True)
+            logits = teacher.logits_UV[teacher_row[rows]].to(wide)
+            p = torch.exp(logits - _rows(teacher.lse_U, teacher_row[rows], wide))
+            ce[rows] = p.sum(-1) * z_lse[:, 0] - (p * z).sum(-1)
+            if teacher.full_lse_U is not None:
+                mass = torch.exp(logits - _rows(teacher.full_lse_U, teacher_row[rows], wide))
+                alpha[rows] = torch.minimum(mass, torch.exp(z - z_lse)).sum(-1)
+        row_loss, by_ce, by_alpha = lk.loss(ce, alpha, live)
+        ctx.save_for_backward(
+            x, weight, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, teacher_row, live, by_ce, by_alpha
+        )
+        ctx.chunk_rows, ctx.kind = chunk_rows, lk.kind
+        known = alpha if teacher.full_lse_U is not None else None
+        ctx.mark_non_differentiable(best, *([] if known is None else [known]))
+        return torch.where(live, row_loss, 0.0).sum(), best, known
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, logits, lse, teacher_row, live = ctx.saved_tensors
+        x, weight, logits, lse, full_lse, teacher_row, live, by_ce, by_alpha = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         for rows in _chunks(x.shape[0], ctx.chunk_rows):
-            z = (x[rows] @ weight.T).to(wide)
-            p = _probabilities(logits, lse, teacher_row[rows], wide)
-            dz = (torch.softmax(z, -1) * p.sum(-1, keepdim=True) - p) * grads[0]
-            dz = torch.where(live[rows, None], dz, 0.0).to(x.dtype)
+            q = torch.softmax((x[rows] @ weight.T).to(wide), -1)
+            teacher_logits = logits[teacher_row[rows]].to(wide)
+            dz = torch.zeros((), dtype=wide, device=x.device)
+            if ctx.kind != "alpha":
+                p = torch.exp(teacher_logits - _rows(lse, teacher_row[rows], wide))
+                dz = by_ce[rows, None] * (q * p.sum(-1, keepdim=True) - p)
+            if ctx.kind != "none":
+                mass = torch.exp(teacher_logits - _rows(full_lse, teacher_row[rows], wide))
+                rising = torch.where(q < mass, q, 0.0)  # where more q means more overlap
+                dz = dz + by_alpha[rows, None] * (rising - q * rising.sum(-1, keepdim=True))
+            dz = torch.where(live[rows, None], dz * grads[0], 0.0).to(x.dtype)
             grad_x[rows] = dz @ weight
-            # Dead rows may hold NaN, and 0 · NaN is NaN.
-            grad_weight += dz.T @ torch.where(live[rows, None], x[rows], 0.0)
-        return grad_x, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_weight is not None:
+                # Dead rows may hold NaN, and 0 · NaN is NaN.
+                grad_weight += dz.T @ torch.where(live[rows, None], x[rows], 0.0)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _probabilities(logits: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    return torch.exp(logits[rows].to(wide) - lse[rows, None].to(wide))
+def _rows(lse_U: torch.Tensor, rows: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    return lse_U[rows, None].to(wide)
+
+
+def _mean(alpha_R: torch.Tensor, live_R: torch.Tensor) -> torch.Tensor:
+    return torch.where(live_R, alpha_R, 0.0).sum() / live_R.sum().clamp_min(1)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -3,71 +3,90 @@
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import RunConfig, Eagle3Section
+from specfleet.config.models import Eagle3Section, RunConfig
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from specfleet.target.dtypes import compute_dtype
-from specfleet.target.weights import load_embedding, load_head, read_text_config
+from specfleet.target.weights import load_embedding, load_raw_head, read_text_config
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.eagle3.batch import collate
 from specfleet.trainer.strategies.eagle3.objective import eagle3_objective, step_name
-from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS
+from specfleet.trainer.strategies.eagle3.schedule import rollout_length
+from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
+from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS, Lk
 from specfleet.trainer.strategies.teacher import FrozenTeacher
 from specfleet.wire.records_pb2 import CaptureContract
 
 if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
 
+_ON_HOST = frozenset({"row_counts", "active_counts", "num_tokens", "num_loss_tokens"})
+
 
 class Eagle3Strategy(Strategy):
     """term_weights: step_i → step_decay**i. Each term is a mean over the supervised rows of its step."""
 
     def __init__(
-        self, section: Eagle3Section, draft: Eagle3Draft, embedding_VH: torch.Tensor, teacher: FrozenTeacher
+        self,
+        section: Eagle3Section,
+        draft: Eagle3Draft,
+        embedding_VH: torch.Tensor,
+        teacher: FrozenTeacher,
+        head_VH: torch.Tensor | None = None,
+        total_steps: int = 1,
     ) -> None:
+        """head_VH: the target's output head, for drafts without one of their own."""
         self.draft = draft
         self.term_weights = {step_name(i): section.step_decay**i for i in range(section.ttt_length)}
         self.chunk_rows = CHUNK_ROWS
         self._section = section
         self._embedding = embedding_VH
+        self._head = head_VH
         self._teacher = teacher
+        self._total_steps = total_steps
+        self._lk = Lk(section.lk, section.lk_scale, section.lk_decay, section.lk_lambda == "token")
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._section.ttt_length, self._section.mask_align)
 
     @torch.no_grad()
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        device = self._embedding.device
-        on_host = {"row_counts", "active_counts", "num_tokens", "num_loss_tokens"}
-        tensors = {name: x if name in on_host else x.to(device, non_blocking=True) for name, x in batch.items()}
-        states = tensors.pop("teacher_states")
-        logits, lse = self._teacher.draft_logits(states)
-        if "teacher_argmax" in tensors:
-            argmax = tensors["teacher_argmax"].long()
-        else:
-            argmax = self._teacher.argmax(states, logits)
-        in_vocab = self.draft.t2d[argmax]
-        tensors.update(
-            teacher_logits=logits, teacher_draft_lse=lse, teacher_argmax=argmax, teacher_in_vocab=in_vocab
+        section = self._section
+        batch = _first_steps(
+            batch, rollout_length(section.ttt_schedule, section.ttt_length, self.step, self._total_steps)
         )
+        device = self._embedding.device
+        tensors = {name: x if name in _ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+        judgement = self._teacher.judge(tensors.pop("teacher_states"), tensors, mass=section.lk != "none")
+        in_vocab = self.draft.t2d[judgement.argmax_U]
+        tensors.update(
+            teacher_logits=judgement.teacher.logits_UV,
+            teacher_draft_lse=judgement.teacher.lse_U,
+            teacher_argmax=judgement.argmax_U,
+            teacher_in_vocab=in_vocab,
+        )
+        if judgement.teacher.full_lse_U is not None:
+            tensors["teacher_full_lse"] = judgement.teacher.full_lse_U
         judges = tensors["teacher_of"].split(batch["row_counts"].tolist())
+        denominators = {name: torch.zeros((), device=device) for name in self.term_weights}
+        denominators |= {step_name(i): in_vocab[judge].sum().float() for i, judge in enumerate(judges)}
         return Prepared(
             tensors=tensors,
-            denominators={step_name(i): in_vocab[judge].sum().float() for i, judge in enumerate(judges)},
+            denominators=denominators,
             num_tokens=int(batch["num_tokens"]),
             num_loss_tokens=int(batch["num_loss_tokens"]),
         )
 
     def objective(self, prepared: Prepared) -> Objective:
-        return eagle3_objective(self.draft, self._embedding, prepared, len(self.term_weights), self.chunk_rows)
+        return eagle3_objective(self.draft, self._embedding, prepared, self._head, self._lk, self.chunk_rows)
 
     def identity(self) -> dict[str, str]:
         config, section = self.draft.config, self._section
-        return {
+        facts = {
             "strategy": section.name,
             "layers": ",".join(map(str, config.layer_ids)),
             "draft_vocab_size": str(config.draft_vocab_size),
@@ -77,30 +96,29 @@ class Eagle3Strategy(Strategy):
             "step_decay": str(section.step_decay),
             "mask_align": section.mask_align,
         }
+        for name in ("head", "ttt_schedule", "fc_norm", "norm_output", "legacy_v030", "lk", "experts"):
+            facts[name] = str(getattr(section, name))
+        if section.lk == "lambda":
+            facts["lk_lambda"] = f"{section.lk_scale}·exp(-{section.lk_decay}·α) per {section.lk_lambda}"
+        if section.experts:
+            facts["experts_per_token"] = str(section.experts_per_token)
+        return facts
 
 
-def draft_config(section: Eagle3Section, contract: CaptureContract, text_config: dict[str, Any]) -> Eagle3Config:
-    """Sizes of the draft for a target: heads, rotary settings and norms follow the target's config.json."""
-    hidden, heads = contract.hidden_size, int(text_config["num_attention_heads"])
-    rope = dict(text_config.get("rope_parameters") or {})
-    scaling = rope or dict(text_config.get("rope_scaling") or {})
-    theta = float(scaling.pop("rope_theta", text_config.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return Eagle3Config(
-        hidden_size=hidden,
-        intermediate_size=section.intermediate_size or int(text_config["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(text_config.get("num_key_value_heads") or heads),
-        head_dim=int(text_config.get("head_dim") or hidden // heads),
-        vocab_size=contract.vocab_size,
-        draft_vocab_size=min(section.draft_vocab_size or contract.vocab_size, contract.vocab_size),
-        target_hidden_size=hidden,
-        layer_ids=tuple(contract.layers),
-        max_position_embeddings=int(text_config.get("max_position_embeddings", 2048)),
-        rms_norm_eps=float(text_config.get("rms_norm_eps", 1e-5)),
-        rope_theta=theta,
-        rope_scaling=None if kind == "default" else scaling,
-    )
+def _first_steps(batch: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor]:
+    """The batch with its first rollout steps only."""
+    if steps == len(batch["row_counts"]):
+        return batch
+    rows, active = batch["row_counts"][:steps], batch["active_counts"][:steps]
+    num_rows, num_active = int(rows.sum()), int(active.sum())
+    return {
+        **batch,
+        "row_counts": rows,
+        "active_counts": active,
+        "rows": batch["rows"][:num_rows],
+        "teacher_of": batch["teacher_of"][:num_rows],
+        "active": batch["active"][:num_active],
+    }
 
 
 def build_eagle3(
@@ -113,28 +131,26 @@ def build_eagle3(
     dtype: torch.dtype,
 ) -> Eagle3Strategy:
     """Draft initialised from torch's global generator; vocabulary from the supervised tokens of the prompt set."""
-    if contract.final_state != "post_norm":
-        raise ConfigError("SF-CONFIG-FINAL-STATE", f"eagle3 needs final_state post_norm, the contract says {contract.final_state!r}")
-    sizes = draft_config(config.strategy, contract, read_text_config(target_dir))
-    draft = Eagle3Draft(sizes)
-    draft.set_vocabulary(*_vocabulary(sizes, prompt_set, target_dir))
+    section = config.strategy
+    if not isinstance(section, Eagle3Section):
+        raise ConfigError("SF-CONFIG-STRATEGY", f"build_eagle3 was given the section of {section.name}")
+    check_final_state("eagle3", contract)
+    draft = Eagle3Draft(
+        Eagle3Config(
+            **draft_sizes(section, contract, read_text_config(target_dir)),
+            fc_norm=section.fc_norm,
+            norm_output=section.norm_output,
+            legacy_v030=section.legacy_v030,
+            own_head=section.head == "own",
+            experts=section.experts,
+            experts_per_token=section.experts_per_token,
+        )
+    )
+    set_up_vocabulary(draft, section.init_from, prompt_set, target_dir)
     dtype = compute_dtype(dtype, device)
     draft = draft.to(device, dtype)
-    chosen = draft.t2d.nonzero().flatten()
-    # Rows beyond the vocabulary are padding of the checkpoint and must never win the argmax.
-    head = load_head(target_dir)[: contract.vocab_size].to(device, dtype)
-    teacher = FrozenTeacher(head, chosen, full="teacher_argmax" not in contract.extras)
-    return Eagle3Strategy(config.strategy, draft, load_embedding(target_dir).to(device, dtype), teacher)
-
-
-def _vocabulary(
-    sizes: Eagle3Config, prompt_set: "PromptSet", target_dir: Path
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """d2t [V_d] offsets and t2d [V]. The target's stop tokens are always in: a draft that cannot end drafts past the end."""
-    from specfleet.data.vocab import build_vocab_map, count_loss_tokens
-    from specfleet.target.facts import read_target_facts
-
-    stops = [token for token in read_target_facts(target_dir).eos_token_ids if token < sizes.vocab_size]
-    counts = count_loss_tokens(prompt_set, sizes.vocab_size)
-    mapping = build_vocab_map(counts, sizes.draft_vocab_size, stops)
-    return torch.from_numpy(mapping.d2t), torch.from_numpy(mapping.t2d)
+    teacher = load_teacher(contract, target_dir, draft.t2d, dtype, mass=section.lk != "none")
+    # The raw head: engines multiply the draft's states with it, without the target's own logits scale.
+    head = None if draft.config.own_head else load_raw_head(target_dir)[: contract.vocab_size].to(device, dtype)
+    embedding = load_embedding(target_dir).to(device, dtype)
+    return Eagle3Strategy(section, draft, embedding, teacher, head, total_steps)

@@ -1,0 +1,81 @@
+"""What the strategies of the EAGLE family (eagle3, peagle) set up alike: sizes, draft vocabulary, frozen teacher, warm start."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specfleet.config.models import Eagle3Section, PEagleSection
+from specfleet.contracts.errors import ConfigError
+from specfleet.drafts.eagle3 import Eagle3Draft
+from specfleet.drafts.peagle import PEagleDraft
+from specfleet.drafts.warm_start import warm_start
+from specfleet.target.weights import load_head
+from specfleet.trainer.strategies.teacher import FrozenTeacher, needs_full_head
+from specfleet.wire.records_pb2 import CaptureContract
+
+if TYPE_CHECKING:
+    from specfleet.data.prompt_set import PromptSet
+
+
+def draft_sizes(
+    section: Eagle3Section | PEagleSection, contract: CaptureContract, text_config: dict[str, Any]
+) -> dict[str, Any]:
+    """Configuration keys shared by the family's drafts. Heads, rotary settings and norms follow the target's config.json."""
+    hidden, heads = contract.hidden_size, int(text_config["num_attention_heads"])
+    rope = dict(text_config.get("rope_parameters") or {})
+    scaling = rope or dict(text_config.get("rope_scaling") or {})
+    theta = float(scaling.pop("rope_theta", text_config.get("rope_theta", 10000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": section.intermediate_size or int(text_config["intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(text_config.get("num_key_value_heads") or heads),
+        "head_dim": int(text_config.get("head_dim") or hidden // heads),
+        "vocab_size": contract.vocab_size,
+        "draft_vocab_size": min(section.draft_vocab_size or contract.vocab_size, contract.vocab_size),
+        "target_hidden_size": hidden,
+        "layer_ids": tuple(contract.layers),
+        "max_position_embeddings": int(text_config.get("max_position_embeddings", 2048)),
+        "rms_norm_eps": float(text_config.get("rms_norm_eps", 1e-5)),
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else scaling,
+    }
+
+
+def check_final_state(name: str, contract: CaptureContract) -> None:
+    """Raises ConfigError SF-CONFIG-FINAL-STATE."""
+    if contract.final_state != "post_norm":
+        raise ConfigError(
+            "SF-CONFIG-FINAL-STATE", f"{name} needs final_state post_norm, the contract says {contract.final_state!r}"
+        )
+
+
+def set_up_vocabulary(
+    draft: Eagle3Draft | PEagleDraft, init_from: str, prompt_set: "PromptSet", target_dir: Path
+) -> None:
+    """Gives a fresh draft its vocabulary, and its weights when it starts from an exported draft.
+
+    A warm start brings its own vocabulary, since its head's rows belong to it. Otherwise the draft knows the most frequent
+    supervised tokens of the prompt set, and always the target's stop tokens: a draft that cannot end drafts past the end.
+    """
+    from specfleet.data.vocab import build_vocab_map, count_loss_tokens
+    from specfleet.target.facts import read_target_facts
+
+    config = draft.config
+    if init_from:
+        warm_start(draft, init_from)
+    elif config.draft_vocab_size < config.vocab_size:
+        stops = [token for token in read_target_facts(target_dir).eos_token_ids if token < config.vocab_size]
+        mapping = build_vocab_map(count_loss_tokens(prompt_set, config.vocab_size), config.draft_vocab_size, stops)
+        draft.set_vocabulary(torch.from_numpy(mapping.d2t), torch.from_numpy(mapping.t2d))
+
+
+def load_teacher(
+    contract: CaptureContract, target_dir: Path, t2d: torch.Tensor, dtype: torch.dtype, *, mass: bool
+) -> FrozenTeacher:
+    """On t2d's device. mass: see `FrozenTeacher.judge`."""
+    # Rows beyond the vocabulary are padding of the checkpoint and must never win the argmax.
+    head = load_head(target_dir)[: contract.vocab_size].to(t2d.device, dtype)
+    return FrozenTeacher(head, t2d.nonzero().flatten(), full=needs_full_head(contract.extras, mass=mass))

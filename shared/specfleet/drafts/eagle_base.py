@@ -1,0 +1,138 @@
+"""What the drafts of the EAGLE family share: sizes, the layer over [embedding, feature], the draft vocabulary."""
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from specfleet.contracts.errors import ConfigError
+from specfleet.drafts.base import Draft
+from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSizes:
+    """Sizes of a draft of the family. layer_ids: captured layers as "output of layer k"."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...]
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+
+    @property
+    def num_aux(self) -> int:
+        return len(self.layer_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Raises ConfigError SF-DRAFT-CONFIG on unknown or missing keys and on sizes that contradict one another."""
+        try:
+            config = cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
+        except (TypeError, KeyError) as error:
+            unknown = sorted(set(values) - {field.name for field in fields(cls)})
+            raise ConfigError(
+                "SF-DRAFT-CONFIG", f"{cls.__name__} does not fit: {error}; unknown keys {unknown}"
+            ) from error
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raises ConfigError SF-DRAFT-CONFIG."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                "SF-DRAFT-CONFIG",
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})",
+            )
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ConfigError(
+                "SF-DRAFT-CONFIG",
+                f"draft_vocab_size ({self.draft_vocab_size}) must lie between 1 and vocab_size ({self.vocab_size})",
+            )
+
+
+class EagleLayer(nn.Module):
+    """A pre-norm decoder layer whose attention reads [normed embedding, normed feature].
+
+    Its residual is the feature: raw, or with norm_before_residual the normed one.
+    """
+
+    def __init__(self, sizes: EagleSizes, mlp: nn.Module, *, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn = GroupedQueryProjections(
+            2 * size, size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+        )
+        self.mlp = mlp
+        self.norm_before_residual = norm_before_residual
+
+    def attention_input(self, embedding_RH: torch.Tensor, feature_RH: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.input_layernorm(embedding_RH), self.hidden_norm(feature_RH)), dim=-1)
+
+    def finish(self, feature_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
+        residual = self.hidden_norm(feature_RH) if self.norm_before_residual else feature_RH
+        hidden = residual + self.self_attn.o_proj(attended_RNd.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleDraft(Draft, ABC):
+    """d2t: offsets, target id of draft id j is j + d2t[j]. t2d: which target ids the draft can propose."""
+
+    config: EagleSizes
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+    rope: Rope
+
+    def _add_vocabulary(self, *, saved: bool) -> None:
+        """Buffers with the map "the first V_d ids". saved: whether they are part of the state dict."""
+        sizes = self.config
+        self.register_buffer("d2t", torch.zeros(sizes.draft_vocab_size, dtype=torch.int64), persistent=saved)
+        self.register_buffer("t2d", torch.arange(sizes.vocab_size) < sizes.draft_vocab_size, persistent=saved)
+
+    def _initialise(self) -> None:
+        """Rotary table and initial weights of every linear layer."""
+        sizes = self.config
+        self.rope = Rope(sizes.head_dim, sizes.rope_theta, sizes.rope_scaling, sizes.max_position_embeddings)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+    def set_vocabulary(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
+        """Installs a vocabulary map. Raises ConfigError SF-DRAFT-VOCAB when the two halves disagree."""
+        chosen = t2d.nonzero().flatten()
+        if d2t.shape != self.d2t.shape or t2d.shape != self.t2d.shape or not torch.equal(
+            chosen, d2t + torch.arange(len(d2t), device=d2t.device)
+        ):
+            raise ConfigError(
+                "SF-DRAFT-VOCAB",
+                f"vocabulary map does not fit: d2t {list(d2t.shape)} (expected {list(self.d2t.shape)}), t2d {list(t2d.shape)} "
+                f"with {len(chosen)} entries set (expected {list(self.t2d.shape)} with {len(self.d2t)})",
+            )
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    def _per_query_head(self, x_RHd: torch.Tensor, batch: int) -> torch.Tensor:
+        """Keys or values [B·T, n_kv, d] → [B, n_q, T, d], as the prefix of `ttt_attention`."""
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        return x_RHd.unflatten(0, (batch, -1)).transpose(1, 2).repeat_interleave(groups, dim=1)
