@@ -5,47 +5,18 @@ same number (and adds one itself, since it captures in front of a layer); vLLM's
 which* to capture, k + 1.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.eagle3 import Eagle3Config
-from specfleet.drafts.export.tables import Table, eagle3_table
+from specfleet.drafts.export.dflash import DFLASH_LAYOUTS
+from specfleet.drafts.export.layout import Layout, parse_rope, rope_keys
+from specfleet.drafts.export.tables import eagle3_table
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One engine's form of one draft architecture."""
-
-    kind: str
-    engine: str
-    describe: Callable[[Any, torch.dtype], dict[str, Any]]
-    """Draft config and export dtype → config.json."""
-    parse: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """config.json → draft config (as for `build_draft`)."""
-    matches: Callable[[Mapping[str, Any]], bool]
-    """Is this config.json written in this layout?"""
-    table: Callable[[Mapping[str, Any]], Table]
-    """config.json → the engine's loader table."""
-    renames: tuple[tuple[str, str], ...] = ()
-    """(module name prefix, exported prefix)."""
-
-    def exported_name(self, name: str) -> str:
-        for inside, outside in self.renames:
-            if name.startswith(inside):
-                return outside + name.removeprefix(inside)
-        return name
-
-    def module_name(self, name: str) -> str:
-        for inside, outside in self.renames:
-            if name.startswith(outside):
-                return inside + name.removeprefix(outside)
-        return name
 
 
 def find_layout(kind: str, engine: str) -> Layout:
@@ -81,7 +52,6 @@ def output_layer_ids(before: list[int]) -> list[int]:
 
 
 def _eagle3_common(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
-    scaling = dict(config.rope_scaling) if config.rope_scaling else None
     document: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -99,10 +69,7 @@ def _eagle3_common(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "max_position_embeddings": config.max_position_embeddings,
-        # Both schemas: engines built on transformers 4 read the first two, those on 5 the third.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
+        **rope_keys(config.rope_theta, config.rope_scaling),
         "torch_dtype": str(dtype).removeprefix("torch."),
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": config.num_aux,
@@ -114,10 +81,6 @@ def _eagle3_common(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
 
 def _parse_eagle3(config: Mapping[str, Any], layer_ids: list[int]) -> dict[str, Any]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    rope = dict(config.get("rope_parameters") or {})
-    scaling = rope or dict(config.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
     return {
         "hidden_size": hidden,
         "intermediate_size": config["intermediate_size"],
@@ -130,8 +93,7 @@ def _parse_eagle3(config: Mapping[str, Any], layer_ids: list[int]) -> dict[str, 
         "layer_ids": layer_ids,
         "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
-        "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else scaling,
+        **parse_rope(config),
         "fc_norm": bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),
     }
@@ -168,4 +130,4 @@ _EAGLE3_VLLM = Layout(
     renames=(("midlayer.", "layers.0."),),
 )
 
-LAYOUTS: tuple[Layout, ...] = (_EAGLE3_SGLANG, _EAGLE3_VLLM)
+LAYOUTS: tuple[Layout, ...] = (_EAGLE3_SGLANG, _EAGLE3_VLLM, *DFLASH_LAYOUTS)
