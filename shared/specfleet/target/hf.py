@@ -145,6 +145,8 @@ class HFTarget:
             ).last_hidden_state
         except _StopForward:
             pass
+        finally:
+            self._stop_after = None  # the model may be run by others too
         aux = [self._states.pop(layer) for layer in self.layers]
         return torch.cat(aux, dim=-1) if aux else ids_BT.new_zeros((*ids_BT.shape, 0), dtype=self.dtype), final
 

@@ -113,8 +113,11 @@ def tensor_files(path: Path) -> dict[str, Path]:
         raise DataError("SF-TARGET-WEIGHTS", f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
     found: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            found.update(dict.fromkeys(tensors.keys(), file))
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found.update(dict.fromkeys(tensors.keys(), file))
+        except Exception as error:  # safetensors raises its own untyped error for truncated or foreign files
+            raise DataError("SF-TARGET-WEIGHTS", f"{file} is not a readable safetensors file: {error}") from error
     return found
 
 
