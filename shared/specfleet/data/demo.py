@@ -20,8 +20,8 @@ def demo_target_dir() -> Path:
 
 
 def demo_conversations() -> Path:
-    """The packaged slice: GSM8K train rows, and held-out rows of four sources (data/demo/README.md)."""
-    return Path(__file__).parent / "demo" / "smollm2-demo.jsonl.gz"
+    """The packaged slice: GSM8K train rows, and held-out rows of four sources (data/builtin/README.md)."""
+    return Path(__file__).parent / "builtin" / "smollm2-demo.jsonl.gz"
 
 
 def demo_recipe() -> Path:
