@@ -8,7 +8,9 @@ import torch
 
 from specfleet.config.models import RunConfig
 from specfleet.trainer.strategies.base import Strategy
+from specfleet.trainer.strategies.dflash import build_dflash
 from specfleet.trainer.strategies.eagle3 import build_eagle3
+from specfleet.trainer.strategies.peagle import build_peagle
 from specfleet.wire.records_pb2 import CaptureContract
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ Builder = Callable[[RunConfig, CaptureContract, Path, "PromptSet", int, torch.de
 
 STRATEGIES: dict[str, Builder] = {
     "eagle3": build_eagle3,
+    "peagle": build_peagle,
+    "dflash": build_dflash,
 }
 
 

@@ -1,0 +1,83 @@
+"""What strategies of block drafts set up alike: sizes, mask token, the frozen embedding and head, how batches are drawn."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specfleet.config.models import DFlashSection, DominoSection, DSparkSection
+from specfleet.drafts.block import BlockConfig
+from specfleet.drafts.sizes import decoder_sizes
+from specfleet.target.mask_token import resolve_mask_token
+from specfleet.target.weights import load_embedding, load_head, read_text_config
+from specfleet.trainer.strategies.block_batch import ON_HOST, BlockPlan
+from specfleet.wire.records_pb2 import CaptureContract
+
+BlockSection = DFlashSection | DominoSection | DSparkSection
+
+
+def backbone_config(
+    section: BlockSection, contract: CaptureContract, target_dir: Path, *, sample_from_anchor: bool
+) -> dict[str, Any]:
+    """The keys of `BlockConfig` for a target.
+
+    With a sliding window every layer slides but the last, which keeps sight of the whole context; a single layer slides.
+    Raises ConfigError SF-CONFIG-MASK-TOKEN.
+    """
+    count = section.num_layers
+    sliding = max(count - 1, 1) if section.sliding_window else 0
+    return {
+        **decoder_sizes(read_text_config(target_dir), section.intermediate_size),
+        "vocab_size": contract.vocab_size,
+        "num_layers": count,
+        "block_size": section.block_size,
+        "layer_ids": list(contract.layers),
+        "mask_token_id": resolve_mask_token(target_dir, section.mask_token_id),
+        "num_target_layers": contract.num_hidden_layers,
+        "layer_types": (["sliding_attention"] * sliding + ["full_attention"] * (count - sliding)) if sliding else [],
+        "sliding_window": section.sliding_window,
+        "sample_from_anchor": sample_from_anchor,
+    }
+
+
+def block_plan(section: BlockSection, config: BlockConfig, seed: int) -> BlockPlan:
+    return BlockPlan(
+        block_size=config.block_size,
+        num_anchors=section.num_anchors,
+        sample_from_anchor=config.sample_from_anchor,
+        contiguous=section.contiguous,
+        chunk_blocks=section.chunk_blocks,
+        seed=seed,
+    )
+
+
+def load_frozen(
+    contract: CaptureContract, target_dir: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input embedding and output head of the target [V, H]; one tensor where the checkpoint ties them."""
+    embedding, head = load_embedding(target_dir), load_head(target_dir)
+    tied = embedding.shape == head.shape and torch.equal(embedding, head)
+    # Rows beyond the vocabulary are padding of the checkpoint and must never win the argmax.
+    placed = embedding[: contract.vocab_size].to(device, dtype)
+    return placed, placed if tied else head[: contract.vocab_size].to(device, dtype)
+
+
+def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors that steer the host stay on the CPU, so that no micro-batch waits for the device."""
+    return {name: x if name in ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+
+
+def block_identity(section: BlockSection, config: BlockConfig) -> dict[str, str]:
+    """Facts a resumed run must agree with, common to the family."""
+    return {
+        "strategy": section.name,
+        "layers": ",".join(map(str, config.layer_ids)),
+        "num_layers": str(config.num_layers),
+        "intermediate_size": str(config.intermediate_size),
+        "block_size": str(config.block_size),
+        "mask_token_id": str(config.mask_token_id),
+        "sliding_window": str(config.sliding_window),
+        "num_anchors": str(section.num_anchors),
+        "loss_decay": str(section.loss_decay),
+        "contiguous": str(section.contiguous),
+    }
