@@ -14,7 +14,7 @@ from specfleet.contracts.errors import ContractError, DataError, ExportError
 from specfleet.drafts.checkpoint import load_draft_checkpoint
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from specfleet.drafts.export import export_draft, load_export, weights_hash, write_acceptance
-from specfleet.drafts.export.layouts import before_layer_ids, output_layer_ids
+from specfleet.drafts.export.eagle import before_layer_ids, output_layer_ids
 from specfleet.drafts.registry import untrained_like
 
 LLAMA3 = {
@@ -51,6 +51,7 @@ def test_sglang_golden(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
+        "producer": "specfleet",
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_attention_heads": 4,

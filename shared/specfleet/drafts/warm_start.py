@@ -36,8 +36,8 @@ def warm_start(draft: Draft, directory: str | Path) -> None:
     listed) or SF-INIT-TENSORS (names or shapes do not fit, every one listed).
     """
     folder = Path(directory).expanduser()
+    stated = _read_config(folder)
     try:
-        stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = {_inside(draft.kind, name): tensor for name, tensor in _tensors(folder)}
     except Exception as error:  # safetensors and torch raise untyped errors of their own for foreign files
         raise DataError("SF-INIT-MISSING", f"strategy.init_from: {folder} is not a readable draft: {error}") from error
@@ -62,6 +62,28 @@ def warm_start(draft: Draft, directory: str | Path) -> None:
         )
     draft.load_state_dict({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()}, strict=True)
     log.info("draft starts from an exported one", directory=str(folder), tensors=len(tensors))
+
+
+def stated_mask_token(directory: str) -> int | None:
+    """The mask token id an exported draft names, None without one. Raises DataError SF-INIT-MISSING; "" is no draft."""
+    if not directory:
+        return None
+    stated = _read_config(Path(directory).expanduser())
+    for config in (stated.get("dflash_config") or {}, stated):
+        for name in ("mask_token_id", "pard_token", "ptd_token_id"):
+            if config.get(name) is not None:
+                return int(config[name])
+    return None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "SF-INIT-MISSING", f"strategy.init_from: {folder} has no readable config.json: {error}"
+        ) from error
+    return config
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,9 +139,11 @@ def _check_config(draft: Draft, stated: Mapping[str, Any], folder: Path) -> None
     layers = _stated_layers(stated)
     if layers is not None and "layer_ids" in own and layers != list(own["layer_ids"]):
         wrong.append(f"captured layers {layers} (outputs), this run captures {list(own['layer_ids'])}: set strategy.layers")
-    for name, alias in (("num_hidden_layers", "num_layers"), ("mask_token_id", "mask_token_id"), ("ptd_token_id", "mask_token_id")):
-        if alias in own and stated.get(name) is not None and stated[name] != own[alias]:
-            wrong.append(f"{name} {stated[name]!r}, this run's draft has {own[alias]!r}")
+    if "num_layers" in own and stated.get("num_hidden_layers") not in (None, own["num_layers"]):
+        wrong.append(f"num_hidden_layers {stated['num_hidden_layers']}, this run's draft has {own['num_layers']}")
+    mask = stated_mask_token(str(folder))
+    if "mask_token_id" in own and mask not in (None, own["mask_token_id"]):
+        wrong.append(f"mask token {mask}, this run's draft has {own['mask_token_id']}: set strategy.mask_token_id")
     if "norm_output" in own and not _trained_by_v030(stated) and bool(stated.get("norm_output")) != own["norm_output"]:
         wrong.append(f"norm_output {bool(stated.get('norm_output'))}: set strategy.norm_output to it")
     if wrong:

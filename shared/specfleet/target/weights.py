@@ -50,8 +50,7 @@ def load_embedding(path: str | Path) -> torch.Tensor:
 def load_head(path: str | Path) -> torch.Tensor:
     """Output head [V, H] on the CPU, with the target's logits scale folded in: logits = head · final state.
 
-    The embedding when the checkpoint ties the two. In its stored dtype, or fp32 when there is a scale to fold: rounding a
-    scaled bfloat16 head would move the teacher.
+    The embedding when the checkpoint ties the two. In its stored dtype, or fp32 when there is a scale to fold.
     Raises DataError SF-TARGET-MISSING, SF-TARGET-WEIGHTS, SF-TARGET-TENSOR or SF-TARGET-LOGITS.
     """
     scale = logits_scale(read_text_config(path))

@@ -46,13 +46,13 @@ def export_draft(
     """Writes config.json, model.safetensors and README.md; replaces an earlier export there, and nothing else.
 
     layout: "sglang" or "vllm". facts: provenance for the model card. embedding_VH: the target's embedding, for engines
-    whose loader may read it from the draft; most take the target's own.
+    whose loader may read it from the draft; most take the target's own, and some drafts train their own.
     Raises ExportError SF-EXPORT-LAYOUT, SF-EXPORT-TENSORS, SF-EXPORT-NONFINITE or SF-EXPORT-EXISTS.
     """
     form = find_layout(draft.kind, layout)
     config = form.describe(draft.config, dtype)
     tensors = {form.exported_name(name): _stored(tensor, dtype) for name, tensor in draft.state_dict().items()}
-    if embedding_VH is not None:
+    if embedding_VH is not None and "embed_tokens.weight" not in tensors:
         tensors["embed_tokens.weight"] = _stored(embedding_VH, dtype)
     where = f"{draft.kind} export for {layout}"
     check_against_table(tensors, form.table(config), where)
@@ -91,8 +91,9 @@ def load_export(directory: str | Path) -> Draft:
         raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
     layout = detect_layout(config, str(folder))
     check_against_table(tensors, layout.table(config), str(folder))
-    tensors.pop("embed_tokens.weight", None)  # the decoder brings the target's
     draft = build_draft(layout.kind, layout.parse(config))
+    if "embed_tokens.weight" not in draft.state_dict():
+        tensors.pop("embed_tokens.weight", None)  # the decoder brings the target's
     draft.load_state_dict({layout.module_name(name): tensor for name, tensor in tensors.items()}, strict=True)
     return draft.eval()
 

@@ -6,7 +6,6 @@ importer compare name by name and shape by shape, and refuse on any difference.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,35 +43,3 @@ def check_against_table(tensors: Mapping[str, torch.Tensor], table: Table, where
             "SF-EXPORT-TENSORS",
             f"{where} does not match the engine's loader table ({len(problems)} differences): {'; '.join(problems)}",
         )
-
-
-def eagle3_table(config: Mapping[str, Any], layer: str, *, embedding: bool) -> Table:
-    """Tensors of an EAGLE-3 draft for a config.json. layer: prefix of the decoder layer; embedding: may ship its own."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head_dim = config.get("head_dim") or hidden // heads
-    inner, vocab = config["intermediate_size"], config["vocab_size"]
-    draft_vocab = config.get("draft_vocab_size") or vocab
-    aux_size, num_aux = config.get("target_hidden_size") or hidden, config.get("num_aux_hidden_states") or 3
-    table = {
-        "fc.weight": Expected((hidden, num_aux * aux_size)),
-        f"{layer}.input_layernorm.weight": Expected((hidden,)),
-        f"{layer}.hidden_norm.weight": Expected((hidden,)),
-        f"{layer}.post_attention_layernorm.weight": Expected((hidden,)),
-        f"{layer}.self_attn.q_proj.weight": Expected((heads * head_dim, 2 * hidden)),
-        f"{layer}.self_attn.k_proj.weight": Expected((kv_heads * head_dim, 2 * hidden)),
-        f"{layer}.self_attn.v_proj.weight": Expected((kv_heads * head_dim, 2 * hidden)),
-        f"{layer}.self_attn.o_proj.weight": Expected((hidden, heads * head_dim)),
-        f"{layer}.mlp.gate_proj.weight": Expected((inner, hidden)),
-        f"{layer}.mlp.up_proj.weight": Expected((inner, hidden)),
-        f"{layer}.mlp.down_proj.weight": Expected((hidden, inner)),
-        "norm.weight": Expected((hidden,)),
-        "lm_head.weight": Expected((draft_vocab, hidden)),
-        "d2t": Expected((draft_vocab,), dtype=torch.int64),
-        "t2d": Expected((vocab,), dtype=torch.bool),
-    }
-    if config.get("fc_norm"):
-        table |= {f"fc_norm.{index}.weight": Expected((aux_size,)) for index in range(num_aux)}
-    if embedding:
-        table["embed_tokens.weight"] = Expected((vocab, hidden), required=False)
-    return table

@@ -9,6 +9,7 @@ from specfleet.config.models import Eagle3Section, PEagleSection
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.peagle import PEagleDraft
+from specfleet.drafts.sizes import decoder_sizes
 from specfleet.drafts.warm_start import warm_start
 from specfleet.target.weights import load_head
 from specfleet.trainer.strategies.teacher import FrozenTeacher, needs_full_head
@@ -21,26 +22,13 @@ if TYPE_CHECKING:
 def draft_sizes(
     section: Eagle3Section | PEagleSection, contract: CaptureContract, text_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Configuration keys shared by the family's drafts. Heads, rotary settings and norms follow the target's config.json."""
-    hidden, heads = contract.hidden_size, int(text_config["num_attention_heads"])
-    rope = dict(text_config.get("rope_parameters") or {})
-    scaling = rope or dict(text_config.get("rope_scaling") or {})
-    theta = float(scaling.pop("rope_theta", text_config.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    """Configuration keys shared by the family's drafts."""
     return {
-        "hidden_size": hidden,
-        "intermediate_size": section.intermediate_size or int(text_config["intermediate_size"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(text_config.get("num_key_value_heads") or heads),
-        "head_dim": int(text_config.get("head_dim") or hidden // heads),
+        **decoder_sizes(text_config, section.intermediate_size),
         "vocab_size": contract.vocab_size,
         "draft_vocab_size": min(section.draft_vocab_size or contract.vocab_size, contract.vocab_size),
-        "target_hidden_size": hidden,
+        "target_hidden_size": contract.hidden_size,
         "layer_ids": tuple(contract.layers),
-        "max_position_embeddings": int(text_config.get("max_position_embeddings", 2048)),
-        "rms_norm_eps": float(text_config.get("rms_norm_eps", 1e-5)),
-        "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else scaling,
     }
 
 

@@ -9,14 +9,15 @@ import torch
 
 from specfleet.config.models import PEagleSection, RunConfig
 from specfleet.contracts.errors import ConfigError
-from specfleet.drafts.mask_token import resolve_mask_token
 from specfleet.drafts.peagle import PEagleConfig, PEagleDraft
+from specfleet.drafts.warm_start import stated_mask_token
 from specfleet.target.dtypes import compute_dtype
+from specfleet.target.mask_token import resolve_mask_token
 from specfleet.target.weights import load_embedding, read_text_config
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.eagle3.batch import collate
+from specfleet.trainer.strategies.draws import visit_seeds
 from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
-from specfleet.trainer.strategies.peagle.batch import sample_chains
+from specfleet.trainer.strategies.peagle.batch import collate
 from specfleet.trainer.strategies.peagle.objective import TERM, peagle_objective
 from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS
 from specfleet.trainer.strategies.teacher import FrozenTeacher
@@ -26,52 +27,43 @@ if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
 
 
+_ON_HOST = frozenset({"chain_counts", "num_tokens", "num_loss_tokens"})
+
+
 class PEagleStrategy(Strategy):
     """One term: the mean over sampled elements."""
 
-    def __init__(self, section: PEagleSection, draft: PEagleDraft, teacher: FrozenTeacher) -> None:
+    def __init__(self, section: PEagleSection, draft: PEagleDraft, teacher: FrozenTeacher, seed: int = 0) -> None:
+        """seed: of the chains drawn."""
         self.draft = draft
         self.term_weights = {TERM: 1.0}
         self.chunk_rows = CHUNK_ROWS
         self._section = section
         self._teacher = teacher
+        self._seed = seed
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        # Depth d of anchor a is fed nothing beyond x_{a+1} and judged like step d of an EAGLE-3 rollout from row a.
-        batch = collate(samples, self._section.num_depths, self._section.mask_align)
-        return {name: tensor for name, tensor in batch.items() if name not in ("active", "active_counts")}
+        section = self._section
+        return collate(
+            samples,
+            visit_seeds(samples, self._seed),
+            section.num_depths,
+            section.mask_align,
+            section.keep_ratio,
+            section.keep_ratio_min,
+        )
 
     @torch.no_grad()
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        """Adds chains, teacher_of [ΣR_d] and chain_counts [D]: the sampled elements, depth after depth.
-
-        Sampled here and not in the prefetch thread, so that a run restarted from a checkpoint draws the same again.
-        """
-        section, device = self._section, self.draft.fc.weight.device
-        counts = batch["row_counts"].tolist()
-        rows, judges = batch["rows"].split(counts), batch["teacher_of"].split(counts)
-        kept = sample_chains(rows, batch["input_ids"].shape[1], section.keep_ratio, section.keep_ratio_min)
-        sampled = {
-            "input_ids": batch["input_ids"],
-            "aux_states": batch["aux_states"],
-            "chains": torch.cat([anchors[index] for anchors, index in zip(rows, kept, strict=True)]),
-            "teacher_of": torch.cat([judge[index] for judge, index in zip(judges, kept, strict=True)]),
-        }
-        tensors = {name: x.to(device, non_blocking=True) for name, x in sampled.items()}
-        captured = {
-            name: batch[name].to(device, non_blocking=True)
-            for name in ("teacher_argmax", "teacher_lse")
-            if name in batch
-        }
-        states = batch["teacher_states"].to(device, non_blocking=True)
-        judgement = self._teacher.judge(states, captured, mass=False)
+        device = self.draft.fc.weight.device
+        tensors = {name: x if name in _ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+        judgement = self._teacher.judge(tensors.pop("teacher_states"), tensors, mass=False)
         in_vocab = self.draft.t2d[judgement.argmax_U]
         tensors.update(
             teacher_logits=judgement.teacher.logits_UV,
             teacher_draft_lse=judgement.teacher.lse_U,
             teacher_argmax=judgement.argmax_U,
             teacher_in_vocab=in_vocab,
-            chain_counts=torch.tensor([len(index) for index in kept]),
         )
         if judgement.teacher.full_lse_U is not None:
             tensors["teacher_full_lse"] = judgement.teacher.full_lse_U
@@ -121,7 +113,7 @@ def build_peagle(
             **draft_sizes(section, contract, read_text_config(target_dir)),
             num_layers=section.num_layers,
             num_depths=section.num_depths,
-            mask_token_id=resolve_mask_token(section.mask_token_id, target_dir),
+            mask_token_id=resolve_mask_token(target_dir, section.mask_token_id, stated_mask_token(section.init_from)),
             norm_before_residual=section.norm_before_residual,
         )
     )
@@ -130,4 +122,5 @@ def build_peagle(
     set_up_vocabulary(draft, section.init_from, prompt_set, target_dir)
     dtype = compute_dtype(dtype, device)
     draft = draft.to(device, dtype)
-    return PEagleStrategy(section, draft, load_teacher(contract, target_dir, draft.t2d, dtype, mass=False))
+    teacher = load_teacher(contract, target_dir, draft.t2d, dtype, mass=False)
+    return PEagleStrategy(section, draft, teacher, config.trainer.seed)
