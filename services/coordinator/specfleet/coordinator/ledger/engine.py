@@ -72,12 +72,15 @@ def build_engine(url: str, *, writer: bool) -> Engine:
     return engine
 
 
-def migrate(connection: Connection) -> None:
-    """Brings the schema to the newest revision."""
+def migrate(connection: Connection, revision: str = "head") -> None:
+    """Brings the schema to a revision: upwards to the newest, or downwards ("base": nothing is left)."""
     config = Config()
     config.set_main_option("script_location", str(resources.files("specfleet.coordinator.ledger") / "migrations"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if revision == "base":
+        command.downgrade(config, revision)
+    else:
+        command.upgrade(config, revision)
 
 
 class Ledger:

@@ -187,7 +187,6 @@ def _fleet() -> None:
     op.create_index("ix_launches_run", "launches", ["run"])
     op.create_table(
         "launch_nodes",
-        "kept",
         sa.Column("launch_id", sa.Text, primary_key=True),
         *_keys("node_rank"),
         _text("agent_id"),
@@ -289,6 +288,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     for table in (
+        "kept",
         "tasks",
         "workers",
         "windows",
