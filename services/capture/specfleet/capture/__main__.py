@@ -1,5 +1,7 @@
 """specfleet-capture: runs the frozen target over prompts and stores its hidden states."""
 
+import os
+
 import typer
 
 app = typer.Typer(add_completion=False)
@@ -16,6 +18,8 @@ def capture(
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu, cuda or cuda:N."),
     target: str = typer.Option("", envvar="SPECFLEET_TARGET", help="Serve this directory only."),
 ) -> None:
+    # OpenMP threads that spin at barriers slow everything down when a trainer shares the cores; read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # After the command line is parsed: --help must not wait for grpc.
     from specfleet.capture.service import Settings, serve
     from specfleet.telemetry.process import run_service

@@ -27,10 +27,16 @@ _GRACE_S = 5.0
 # A report with every row of a large evaluation set is a few MB on one line.
 _LINE_BYTES = 64 << 20
 
+# OpenMP threads that spin at barriers make a forward pass many times slower as soon as another process wants a core.
+_CHILD_ENV = {"OMP_WAIT_POLICY": "passive"}
+
 OnProgress = Callable[[dict[str, Any]], None]
 
 
-async def run_child(order: dict[str, Any], on_progress: OnProgress = lambda progress: None) -> dict[str, Any]:
+async def run_child(order: dict[str, Any], on_progress: # OpenMP threads that spin at barriers make a forward pass many times slower as soon as another process wants a core.
+_CHILD_ENV = {"OMP_WAIT_POLICY": "passive"}
+
+OnProgress = lambda progress: None) -> dict[str, Any]:
     """Runs one order in a child process; returns its result. Raises the child's SpecfleetError."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -38,6 +44,7 @@ async def run_child(order: dict[str, Any], on_progress: OnProgress = lambda prog
         "specfleet.gate.child",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        env=_CHILD_ENV | os.environ,
         limit=_LINE_BYTES,
     )
     assert child.stdin is not None
