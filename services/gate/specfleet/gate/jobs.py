@@ -33,10 +33,7 @@ _CHILD_ENV = {"OMP_WAIT_POLICY": "passive"}
 OnProgress = Callable[[dict[str, Any]], None]
 
 
-async def run_child(order: dict[str, Any], on_progress: # OpenMP threads that spin at barriers make a forward pass many times slower as soon as another process wants a core.
-_CHILD_ENV = {"OMP_WAIT_POLICY": "passive"}
-
-OnProgress = lambda progress: None) -> dict[str, Any]:
+async def run_child(order: dict[str, Any], on_progress: OnProgress = lambda progress: None) -> dict[str, Any]:
     """Runs one order in a child process; returns its result. Raises the child's SpecfleetError."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
