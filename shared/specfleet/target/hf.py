@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from specfleet.contracts.errors import CaptureItemError, ConfigError, ContractError
 from specfleet.target.dtypes import DTYPES, compute_dtype
+from specfleet.target.weights import logits_scale
 
 if TYPE_CHECKING:
     from specfleet.target.facts import TargetFacts
@@ -47,6 +48,7 @@ class HFTarget:
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self._states: dict[int, torch.Tensor] = {}
         self._stop_after: int | None = None
+        self._logits_scale = logits_scale(model.config.get_text_config().to_dict())
         blocks = _decoder_layers(self._decoder, model.config.get_text_config().num_hidden_layers)
         for layer in self.layers:
             if not 0 <= layer < len(blocks):
@@ -118,7 +120,7 @@ class HFTarget:
         """
         aux, final = self._run(input_ids_1T.to(self.device), cache, need_final=True)
         assert final is not None
-        logits = self.model.get_output_embeddings()(final[0]).float()
+        logits = self.model.get_output_embeddings()(final[0]).float() * self._logits_scale
         return logits, aux[0], final[0]
 
     def new_cache(self) -> Cache:
@@ -193,7 +195,7 @@ class HFTarget:
         head = self.model.get_output_embeddings()
         argmax, lse = [], []
         for rows in final_TH.split(_TEACHER_ROWS):
-            logits = head(rows).float()
+            logits = head(rows).float() * self._logits_scale
             argmax.append(logits.argmax(-1).int())
             lse.append(logits.logsumexp(-1))
         facts = {"teacher_argmax": torch.cat(argmax), "teacher_lse": torch.cat(lse)}
@@ -201,7 +203,7 @@ class HFTarget:
 
     @torch.no_grad()
     def _check_final_state(self) -> None:
-        """Trainers recompute teacher logits as W·final_state, so the model must not scale or cap them in between."""
+        """Trainers recompute teacher logits as `load_head`·final_state, so no other scale or cap may lie in between."""
         ids = torch.tensor([[0, 1]], device=self.device)
         expected = self.model(input_ids=ids).logits[0].float()
         measured = self.forward(ids)[0]
@@ -209,8 +211,8 @@ class HFTarget:
         if gap > 1e-2 * max(1.0, float(expected.abs().max())):
             raise ContractError(
                 "SF-TARGET-HEAD",
-                f"{self.path}: logits are not its head applied to the post-norm state (largest gap {gap:.3g}); the target "
-                "scales or caps logits, which capture does not support",
+                f"{self.path}: logits are not its head applied to the post-norm state, times {self._logits_scale:g} (largest "
+                f"gap {gap:.3g}); the target scales or caps logits in a way this project does not know (target/weights.py)",
             )
 
 
