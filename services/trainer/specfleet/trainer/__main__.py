@@ -1,5 +1,7 @@
 """`specfleet-trainer`: the trainer agent of one node."""
 
+import os
+
 import typer
 
 
@@ -13,6 +15,8 @@ def agent(
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda."),
 ) -> None:
     """Runs training ranks on this node as the coordinator asks."""
+    # Ranks inherit it: a thread that waits for the next window must not spin on a core that capture needs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # After the command line is parsed: --help must not wait for grpc.
     from specfleet.telemetry.process import run_service
     from specfleet.trainer.agent import AgentOptions, serve
