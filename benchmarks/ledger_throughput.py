@@ -105,7 +105,7 @@ class Life:
             if not due and training.done():
                 return
             ids = [item.release.outbox_id for item in due]
-            await self.ledger.write(lambda conn: outbox.confirm(conn, ids))
+            await self.ledger.write(lambda conn, done=ids: outbox.confirm(conn, done))
             if not ids:
                 await asyncio.sleep(0.005)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,13 @@ async def check_sound(fleet: Fleet, run_id: str) -> None:
     verdict = await fleet.verify(run_id)
     assert verdict.conserved
     assert (verdict.trained_twice, verdict.trained_never, list(verdict.violations)) == (0, 0, [])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that only polling shows: simulated workers hear from the coordinator by their own heartbeat."""
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -139,7 +146,7 @@ async def test_restore_repeats_only_what_no_checkpoint_holds(
 ) -> None:
     """Marks are tight: after the restore, earlier prompts must win credits from samples captured for later windows."""
     prompts = write_prompt_set(tmp_path / "prompts", 48)
-    worker, agent = crew
+    _, agent = crew
     worker_samples = 24 if retain == "until_checkpoint" else 8
     agent.crash_before = {6}
     yaml = config_yaml(
@@ -194,8 +201,8 @@ async def test_pause_resume_and_cancel(fleet: Fleet, crew: tuple[Worker, Agent],
     # The ranks write a checkpoint of what they have trained, and leave.
     held = await fleet.wait_for("paused", lambda s: s.checkpoint_step == s.trained_steps and agent.exits == [(0, "")])
     assert held.state == "PAUSED"
+    other = config_yaml(tmp_path / "runs", prompts, strategy={"ttt_length": 5})
     with pytest.raises(ContractError, match=r"strategy.ttt_length: recorded 7, now 5"):
-        other = config_yaml(tmp_path / "runs", prompts, strategy={"ttt_length": 5})
         await fleet.ask("ResumeRun", run_pb2.ResumeRunRequest(run_id="paused", config_yaml=other))
     await fleet.ask("ResumeRun", run_pb2.ResumeRunRequest(run_id="paused", config_yaml=yaml))
     await fleet.wait_for("paused", lambda s: s.generation == 2 and s.trained_steps > held.trained_steps)
@@ -249,20 +256,24 @@ async def test_ends(
     assert fleet.store.objects == {}
 
 
-async def test_credits_bound_the_pool(fleet: Fleet, crew: tuple[Worker, Agent], tmp_path: Path) -> None:
+async def test_credits_bound_the_pool(
+    coordinator: Coordinator, fleet: Fleet, crew: tuple[Worker, Agent], tmp_path: Path
+) -> None:
     """Lengths are skewed 10:1; what is stored never exceeds the high mark, and no window is starved."""
     prompts = write_prompt_set(tmp_path / "prompts", 40, shortest=3, longest=30)
     fleet.store.capacity_bytes = PER_TOKEN * 30 * 8
-    await asyncio.sleep(0.3)
+    await until(lambda: "pool" in coordinator.hub.pools)
+    await until(lambda: coordinator.hub.pools["pool"].capacity_bytes == fleet.store.capacity_bytes)
     await fleet.submit("tight", config_yaml(tmp_path / "runs", prompts), prompts)
     done = await fleet.finish("tight")
     assert done.state == "SUCCEEDED"
     assert done.high_bytes == int(fleet.store.capacity_bytes * 0.85)
     assert 0 < fleet.store.peak_bytes <= done.high_bytes
+    fleet.store.capacity_bytes = PER_TOKEN * 60
+    yaml = config_yaml(tmp_path / "runs", prompts)
+    await until(lambda: coordinator.hub.pools["pool"].capacity_bytes == fleet.store.capacity_bytes)
     with pytest.raises(ConfigError, match=r"4 samples and at most \d+ bytes .* pool 'pool' holds") as refused:
-        fleet.store.capacity_bytes = PER_TOKEN * 60
-        await asyncio.sleep(1.5)
-        await fleet.submit("huge", config_yaml(tmp_path / "runs", prompts), prompts)
+        await fleet.submit("huge", yaml, prompts)
     assert refused.value.code == "SF-FLOW-WINDOW-TOO-LARGE"
 
 
@@ -274,9 +285,7 @@ async def test_an_impostor_is_quarantined(fleet: Fleet, tmp_path: Path) -> None:
     impostor, honest, agent = Worker(fleet, "impostor", contract=wrong), Worker(fleet, "honest"), Agent(fleet)
     impostor.start()
     await fleet.submit("guarded", config_yaml(tmp_path / "runs", prompts), prompts)
-    async with asyncio.timeout(10):
-        while not impostor.quarantined:
-            await asyncio.sleep(0.02)
+    await until(lambda: bool(impostor.quarantined))
     assert "weights_hash: expected www" in impostor.quarantined
     members = {m.id: m for m in (await fleet.ask("ListFleet", run_pb2.ListFleetRequest())).members}
     assert members["impostor"].state == "QUARANTINED"

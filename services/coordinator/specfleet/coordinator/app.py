@@ -12,7 +12,7 @@ from specfleet.contracts.errors import HostError
 from specfleet.coordinator.api.capture import CaptureApi
 from specfleet.coordinator.api.runs import RunApi
 from specfleet.coordinator.api.trainer import TrainerApi
-from specfleet.coordinator.hub import Hub, now_ms
+from specfleet.coordinator.hub import Hub, Wake, now_ms
 from specfleet.coordinator.ledger import Ledger, fleet
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
@@ -89,10 +89,10 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             group.create_task(forever("dispatch", hub.dispatch, dispatcher.TICK_S, dispatcher.Dispatcher(hub).one_pass))
             group.create_task(forever("plan", hub.plan, planner.TICK_S, plan.one_pass))
-            group.create_task(forever("samples", _NoWait(), 0.0, samples.one_pass))
+            group.create_task(forever("samples", Wake(), 0.0, samples.one_pass))  # its fetch is the wait
             group.create_task(forever("outbox", hub.outbox, outbox.TICK_S, outbox.OutboxPublisher(hub).one_pass))
             group.create_task(forever("care", hub.care, CARE_TICK_S, care))
-            group.create_task(forever("losses", _Never(), 2 * CARE_TICK_S, losses.one_pass))
+            group.create_task(forever("losses", Wake(), 2 * CARE_TICK_S, losses.one_pass))
             group.create_task(hub.publish_events())
             self._serving = True
 
@@ -126,23 +126,6 @@ class Coordinator:
         await self._ledger.close()
         await self._telemetry.stop()
         self.hub.prompts.close()
-
-
-class _NoWait:
-    """The sample loop waits in its fetch."""
-
-    def set(self) -> None: ...
-
-    async def wait(self, tick_s: float) -> None: ...
-
-
-class _Never:
-    """Only the tick counts."""
-
-    def set(self) -> None: ...
-
-    async def wait(self, tick_s: float) -> None:
-        await asyncio.sleep(tick_s)
 
 
 async def run(options: Options) -> None:

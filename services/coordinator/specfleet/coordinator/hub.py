@@ -42,6 +42,8 @@ class Wake:
         self._event.set()
 
     async def wait(self, tick_s: float) -> None:
+        if tick_s <= 0:
+            return
         try:
             async with asyncio.timeout(tick_s):
                 await self._event.wait()

@@ -224,11 +224,9 @@ class TrainerApi(TrainerControlServicer):
         facts = await self._hub.facts_of(request.run_id)
 
         def detach(conn: Connection) -> None:
+            # Ranks leave together, after the last ack and checkpoint: the first to say so speaks for all.
             row = run_rows.get(conn, facts.run)
-            joined = [n for n in fleet.nodes(conn, run=facts.run) if n.launch_state == "JOINED"]
-            if row.generation != request.generation or not joined:
-                return
-            if fleet.detach_rank(conn, joined[0].launch_id, request.rank):
+            if row.generation == request.generation:
                 launching.end_generation(self._hub, conn, row, f"detached: {request.reason}")
 
         await self._hub.ledger.write(detach)

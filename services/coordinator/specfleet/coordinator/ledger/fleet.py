@@ -148,13 +148,3 @@ def end_launch(conn: Connection, launch_id: str, exit_code: int, message: str, n
     where = (launches.c.launch_id == launch_id, launches.c.state != "ENDED")
     values = {"state": "ENDED", "exit_code": exit_code, "message": message[-2000:], "ended_ms": now_ms}
     return bool(conn.execute(update(launches).where(*where).values(**values)).rowcount)
-
-
-def detach_rank(conn: Connection, launch_id: str, rank: int) -> bool:
-    """Notes that a rank left by itself; returns whether all of the launch have."""
-    row = launch(conn, launch_id)
-    if row is None:
-        return False
-    mask = row.detached | (1 << rank)
-    conn.execute(update(launches).where(launches.c.launch_id == launch_id).values(detached=mask))
-    return mask == (1 << row.world) - 1

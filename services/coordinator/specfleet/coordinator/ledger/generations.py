@@ -13,6 +13,7 @@ from specfleet.coordinator.ledger import outbox
 from specfleet.coordinator.ledger import windows as window_rows
 from specfleet.coordinator.ledger.moves import chunks, move
 from specfleet.coordinator.ledger.tables import acks, checkpoints, generations, launches, runs, tasks, windows
+from specfleet.coordinator.ledger.tasks import CLEARED
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,7 @@ def open_generation(conn: Connection, facts: RunFacts, launch_id: str, now_ms: i
         ],
     )  # fmt: skip
     conn.execute(
-        update(launches)
-        .where(launches.c.launch_id == launch_id)
-        .values(state="JOINED", generation=generation, detached=0)
+        update(launches).where(launches.c.launch_id == launch_id).values(state="JOINED", generation=generation)
     )
     conn.execute(
         update(runs)
@@ -122,9 +121,7 @@ def _roll_back(conn: Connection, facts: RunFacts, step: int) -> None:
     if facts.retains:
         move(conn, trained, TaskState.CAPTURED, f"trainer restored to step {step}; features were kept", step=None)
     else:
-        move(
-            conn, trained, TaskState.READY, f"trainer restored to step {step}", **{**window_rows.CLEARED, "step": None}
-        )
+        move(conn, trained, TaskState.READY, f"trainer restored to step {step}", **{**CLEARED, "step": None})
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ def keep(conn: Connection, facts: RunFacts, rows: Sequence[Task]) -> list[Task]:
     chosen: dict[int, Task] = {}
     for row in rows:
         size = row.reserved_bytes or 0
-        if row.epoch + 1 < facts.config.trainer.epochs and row.prompt_index not in known | chosen.keys() and 0 < size <= budget:
+        if (
+            row.epoch + 1 < facts.config.trainer.epochs
+            and row.prompt_index not in known | chosen.keys()
+            and 0 < size <= budget
+        ):
             chosen[row.prompt_index] = row
             budget -= size
     if chosen:

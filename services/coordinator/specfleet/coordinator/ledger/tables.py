@@ -227,8 +227,6 @@ launches = Table(
     _text("state", "ASSIGNED"),
     _int("generation"),
     _text("rendezvous"),
-    # Bit r is set once rank r detached by itself.
-    _int("detached"),
     _int("exit_code"),
     _text("message"),
     _int("created_ms"),

@@ -341,7 +341,11 @@ def purge(conn: Connection, facts: RunFacts, reason: str, now_ms: int) -> int:
     changed = skip_rest(conn, facts, reason, now_ms)
     if not attached:
         changed += kept.drop(conn, facts, now_ms)
-        held_on = (tasks.c.run == facts.run, tasks.c.state == str(TaskState.TRAINED), tasks.c.reserved_bytes.is_not(None))
+        held_on = (
+            tasks.c.run == facts.run,
+            tasks.c.state == str(TaskState.TRAINED),
+            tasks.c.reserved_bytes.is_not(None),
+        )
         rows = conn.execute(select(tasks).where(*held_on)).all()
         outbox.discard(conn, facts, rows, now_ms)
         for part in chunks([row.seq for row in rows]):

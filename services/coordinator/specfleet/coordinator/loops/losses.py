@@ -50,13 +50,16 @@ class Losses:
             if not old or not (lost or stuck):
                 continue
             horizon = now - (SETTLE_MS if lost else REDISPATCH_MS)
-            n = await self._hub.ledger.write(lambda conn, f=facts, h=horizon: task_rows.recall(conn, f.run, h))
+            n = await self._recall(facts, horizon)
             if n:
                 log.warning(
                     "prompts are published again", run=facts.run_id, prompts=n, queued=queued, idle_s=idle_ms / 1000
                 )
                 self._hub.claimed_ms[facts.contract_hash] = now
                 self._hub.dispatch.set()
+
+    async def _recall(self, facts: RunFacts, horizon_ms: int) -> int:
+        return await self._hub.ledger.write(lambda conn: task_rows.recall(conn, facts.run, horizon_ms))
 
     async def _steps(self) -> None:
         """Plans stay in STEPS until they are old: fewer than those not trained yet prove a loss."""

@@ -99,7 +99,7 @@ class Planner:
         outcome = _Outcome(row.generation, row.attached_world, step + 1)
         await self._announce(facts, outcome, StepPlan.KIND_STOP, reason)
 
-    async def _announce(self, facts: RunFacts, outcome: _Outcome, kind: "StepPlan.Kind.ValueType", reason: str) -> None:
+    async def _announce(self, facts: RunFacts, outcome: _Outcome, kind: "StepPlan.Kind", reason: str) -> None:
         name = "end" if kind == StepPlan.KIND_END else "stop"
         key = (facts.run, outcome.generation, name)
         if key in self._announced:

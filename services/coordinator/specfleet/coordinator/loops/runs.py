@@ -38,12 +38,14 @@ class Runs:
             if row.state in TERMINAL_RUN_STATES:
                 await self._clean_up(self._hub.facts(row), row)
             else:
-                facts = self._hub.facts(row)
-                if await self._hub.ledger.write(lambda conn, facts=facts: self._derive(conn, facts)):
-                    self._hub.outbox.set()
-                    self._hub.dispatch.set()
-                    self._hub.plan.set()
+                await self._update(self._hub.facts(row))
         await self._hub.ledger.write(self._stop_launches)
+
+    async def _update(self, facts: RunFacts) -> None:
+        if await self._hub.ledger.write(lambda conn: self._derive(conn, facts)):
+            self._hub.outbox.set()
+            self._hub.dispatch.set()
+            self._hub.plan.set()
 
     def _derive(self, conn: Connection, facts: RunFacts) -> bool:
         """Returns whether other loops have something to do."""

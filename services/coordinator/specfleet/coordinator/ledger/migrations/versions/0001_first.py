@@ -178,7 +178,6 @@ def _fleet() -> None:
         _text("state", "ASSIGNED"),
         _int("generation"),
         _text("rendezvous"),
-        _int("detached"),
         _int("exit_code"),
         _text("message"),
         _int("created_ms"),
