@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,8 +149,8 @@ def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path) -> None:
     assert sample["history"]
     assert specctl.json("run", "logs", "tiny")["lines"]
 
-    again = specctl("run", "submit", config.name, "--run-id", "tiny")
-    assert again.returncode != 0
+    again = specctl("run", "submit", config.name, "--run-id", "tiny", "-s", "trainer.epochs=3")
+    assert again.returncode == 2
     assert "tiny" in again.stderr
 
     export = specctl.json("export", "tiny", "--layout", "sglang")
@@ -217,7 +218,8 @@ def test_a_service_that_cannot_start_is_shown_with_its_log(tmp_path: Path) -> No
     specctl = Specctl(tmp_path)
     done = specctl("up", "--detach", "--store", "directory", SPECFLEET_DEVICE="abacus")
     assert done.returncode == 3, done.stdout
-    assert "[SF-STACK-START] capture ended with" in done.stderr
+    # Three services read the variable; which of them ends first is chance.
+    assert re.search(r"\[SF-STACK-START\] (capture|trainer|gate) ended with 2", done.stderr)
     assert "abacus" in done.stderr
     state = read_state(specctl.state_dir)
     assert state is not None
