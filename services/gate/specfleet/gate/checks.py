@@ -66,7 +66,8 @@ def check_weights(export_dir: Path, draft: Draft, origin: Origin, run_id: str) -
         return [Check("weights", PASS, f"as exported (sha256 {found}). {origin.why_not or 'Untrained export'}")]
     return [
         _same_tensors(draft, origin.trained, getattr(torch, origin.provenance["dtype"]), origin.meta),
-        _same_config(draft.config.to_dict(), origin.meta["draft"]["config"]),
+        # Not the recorded dictionary: one written before a field existed means its default.
+        _same_config(draft.config.to_dict(), origin.trained.config.to_dict()),
     ]
 
 
