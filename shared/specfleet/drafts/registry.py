@@ -8,12 +8,16 @@ import torch
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Draft
 from specfleet.drafts.dflash import DFlashDraft
+from specfleet.drafts.domino import DominoDraft
+from specfleet.drafts.dspark import DSparkDraft
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.peagle import PEagleDraft
 
 DRAFTS: dict[str, type[Draft]] = {
     Eagle3Draft.kind: Eagle3Draft,
     DFlashDraft.kind: DFlashDraft,
+    DominoDraft.kind: DominoDraft,
+    DSparkDraft.kind: DSparkDraft,
     PEagleDraft.kind: PEagleDraft,
 }
 

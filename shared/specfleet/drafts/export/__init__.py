@@ -90,6 +90,7 @@ def load_export(directory: str | Path) -> Draft:
     except Exception as error:  # safetensors raises its own untyped error for foreign files
         raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
     layout = detect_layout(config, str(folder))
+    tensors = {layout.current_name(name): tensor for name, tensor in tensors.items()}
     check_against_table(tensors, layout.table(config), str(folder))
     draft = build_draft(layout.kind, layout.parse(config))
     if "embed_tokens.weight" not in draft.state_dict():

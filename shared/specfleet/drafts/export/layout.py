@@ -25,11 +25,19 @@ class Layout:
     """config.json → the engine's loader table."""
     renames: tuple[tuple[str, str], ...] = ()
     """(module name prefix, exported prefix)."""
+    legacy_prefixes: tuple[str, ...] = ()
+    """Prefixes that older files put before some names; dropped on reading."""
 
     def exported_name(self, name: str) -> str:
         for inside, outside in self.renames:
             if name.startswith(inside):
                 return outside + name.removeprefix(inside)
+        return name
+
+    def current_name(self, name: str) -> str:
+        """A stored name as the loader table has it."""
+        for prefix in self.legacy_prefixes:
+            name = name.removeprefix(prefix)
         return name
 
     def module_name(self, name: str) -> str:

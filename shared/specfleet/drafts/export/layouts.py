@@ -5,13 +5,18 @@ from typing import Any
 
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.export.dflash import DFLASH_LAYOUTS
+from specfleet.drafts.export.domino import DOMINO_LAYOUTS
+from specfleet.drafts.export.dspark import DSPARK_LAYOUTS
 from specfleet.drafts.export.eagle import EAGLE_LAYOUTS
 from specfleet.drafts.export.layout import Layout
 
-LAYOUTS: tuple[Layout, ...] = (*EAGLE_LAYOUTS, *DFLASH_LAYOUTS)
+LAYOUTS: tuple[Layout, ...] = (*EAGLE_LAYOUTS, *DFLASH_LAYOUTS, *DOMINO_LAYOUTS, *DSPARK_LAYOUTS)
 
 # Engines people will ask for and that have no code for the architecture, in any release read for this project.
-_UNSERVED = {("peagle", "sglang"): "SGLang does not serve P-EAGLE"}
+_UNSERVED = {
+    ("peagle", "sglang"): "SGLang does not serve P-EAGLE",
+    ("domino", "vllm"): "vLLM does not serve Domino",
+}
 
 
 def find_layout(kind: str, engine: str) -> Layout:

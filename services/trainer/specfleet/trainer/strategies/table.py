@@ -9,6 +9,8 @@ import torch
 from specfleet.config.models import RunConfig
 from specfleet.trainer.strategies.base import Strategy
 from specfleet.trainer.strategies.dflash import build_dflash
+from specfleet.trainer.strategies.domino import build_domino
+from specfleet.trainer.strategies.dspark import build_dspark
 from specfleet.trainer.strategies.eagle3 import build_eagle3
 from specfleet.trainer.strategies.peagle import build_peagle
 from specfleet.wire.records_pb2 import CaptureContract
@@ -22,6 +24,8 @@ STRATEGIES: dict[str, Builder] = {
     "eagle3": build_eagle3,
     "peagle": build_peagle,
     "dflash": build_dflash,
+    "domino": build_domino,
+    "dspark": build_dspark,
 }
 
 

@@ -1,0 +1,100 @@
+"""Assembles the Domino strategy: draft, frozen embedding and head, batch, curriculum, objective."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specfleet.config.models import DominoSection, RunConfig
+from specfleet.drafts.domino import DominoDraft
+from specfleet.drafts.warm_start import warm_start
+from specfleet.target.dtypes import compute_dtype
+from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
+from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
+from specfleet.trainer.strategies.domino.batch import collate
+from specfleet.trainer.strategies.domino.objective import TERM, domino_objective
+from specfleet.trainer.strategies.domino.schedule import base_weight
+from specfleet.wire.records_pb2 import CaptureContract
+
+if TYPE_CHECKING:
+    from specfleet.data.prompt_set import PromptSet
+
+
+class DominoStrategy(Strategy):
+    """One term: the weighted mean over supervised slots of (1 − λ)·CE(corrected) + λ·CE(uncorrected)."""
+
+    def __init__(
+        self,
+        section: DominoSection,
+        draft: DominoDraft,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        total_steps: int,
+        seed: int = 0,
+    ) -> None:
+        self.draft: DominoDraft = draft
+        self.term_weights = {TERM: 1.0}
+        self._section = section
+        self._plan = block_plan(section, draft.config, seed)
+        self._embedding = embedding_VH
+        self._head = head_VH
+        self._total_steps = total_steps
+
+    @property
+    def base_weight(self) -> float:
+        """λ of the current optimizer step."""
+        section = self._section
+        return base_weight(self.step - 1, self._total_steps, section.base_weight, section.base_decay_ratio)
+
+    def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return collate(samples, self._plan, self._section.loss_decay)
+
+    def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
+        tensors = to_device(batch, self._embedding.device)
+        return Prepared(
+            tensors=tensors,
+            denominators={TERM: tensors.pop("denominator")},
+            num_tokens=int(batch["num_tokens"]),
+            num_loss_tokens=int(batch["num_loss_tokens"]),
+        )
+
+    def objective(self, prepared: Prepared) -> Objective:
+        return domino_objective(self.draft, self._embedding, self._head, prepared, self.base_weight)
+
+    def identity(self) -> dict[str, str]:
+        section, config = self._section, self.draft.config
+        return {
+            **block_identity(section, config),
+            "shift_label": str(config.sample_from_anchor),
+            "gru_hidden_size": str(config.gru_hidden_size),
+            "embedding_size": str(config.embedding_size),
+            "base_weight": str(section.base_weight),
+            "base_decay_ratio": str(section.base_decay_ratio),
+        }
+
+
+def build_domino(
+    config: RunConfig,
+    contract: CaptureContract,
+    target_dir: Path,
+    prompt_set: "PromptSet",
+    total_steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> DominoStrategy:
+    """Draft initialised from torch's global generator, or from strategy.init_from."""
+    section = config.strategy
+    assert isinstance(section, DominoSection)
+    draft = DominoDraft.from_config(
+        {
+            **backbone_config(section, contract, target_dir, sample_from_anchor=section.shift_label),
+            "gru_hidden_size": section.gru_hidden_size,
+            "embedding_size": section.embedding_size,
+        }
+    )
+    if section.init_from:
+        warm_start(draft, section.init_from)
+    dtype = compute_dtype(dtype, device)
+    embedding, head = load_frozen(contract, target_dir, device, dtype)
+    return DominoStrategy(section, draft.to(device, dtype), embedding, head, total_steps, config.trainer.seed)

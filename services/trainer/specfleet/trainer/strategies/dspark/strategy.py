@@ -1,0 +1,101 @@
+"""Assembles the DSpark strategy: draft, frozen embedding and head (draft's and teacher's alike), batch, objective."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specfleet.config.models import DSparkSection, RunConfig
+from specfleet.drafts.dspark import DSparkDraft
+from specfleet.drafts.warm_start import warm_start
+from specfleet.target.dtypes import compute_dtype
+from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
+from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
+from specfleet.trainer.strategies.dspark.batch import collate
+from specfleet.trainer.strategies.dspark.objective import CONFIDENCE, SLOTS, dspark_objective
+from specfleet.trainer.strategies.eagle_setup import check_final_state
+from specfleet.wire.records_pb2 import CaptureContract
+
+if TYPE_CHECKING:
+    from specfleet.data.prompt_set import PromptSet
+
+
+class DSparkStrategy(Strategy):
+    """Two terms, both weighted means over the supervised slots: what is guessed, and the price put on it."""
+
+    def __init__(
+        self, section: DSparkSection, draft: DSparkDraft, embedding_VH: torch.Tensor, head_VH: torch.Tensor, seed: int = 0
+    ) -> None:
+        self.draft: DSparkDraft = draft
+        self.term_weights = {SLOTS: 1.0}
+        if section.confidence_head:
+            self.term_weights[CONFIDENCE] = section.confidence_weight
+        self._section = section
+        self._plan = block_plan(section, draft.config, seed)
+        self._embedding = embedding_VH
+        self._head = head_VH
+
+    def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return collate(samples, self._plan, self._section.loss_decay)
+
+    def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
+        tensors = to_device(batch, self._embedding.device)
+        denominator = tensors.pop("denominator")
+        return Prepared(
+            tensors=tensors,
+            denominators={name: denominator for name in self.term_weights},
+            num_tokens=int(batch["num_tokens"]),
+            num_loss_tokens=int(batch["num_loss_tokens"]),
+        )
+
+    def objective(self, prepared: Prepared) -> Objective:
+        section = self._section
+        return dspark_objective(
+            self.draft, self._embedding, self._head, prepared, section.ce_weight, section.l1_weight
+        )
+
+    def identity(self) -> dict[str, str]:
+        section, config = self._section, self.draft.config
+        return {
+            **block_identity(section, config),
+            "markov_head": config.markov_head,
+            "markov_rank": str(config.markov_rank),
+            "confidence_head": str(config.confidence_head),
+            "confidence_with_markov": str(config.confidence_with_markov),
+            "ce_weight": str(section.ce_weight),
+            "l1_weight": str(section.l1_weight),
+            "confidence_weight": str(section.confidence_weight),
+        }
+
+
+def build_dspark(
+    config: RunConfig,
+    contract: CaptureContract,
+    target_dir: Path,
+    prompt_set: "PromptSet",
+    total_steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> DSparkStrategy:
+    """Draft initialised from torch's global generator, or from strategy.init_from.
+
+    Raises ConfigError SF-CONFIG-FINAL-STATE when capture does not record the state the teacher is computed from.
+    """
+    section = config.strategy
+    assert isinstance(section, DSparkSection)
+    check_final_state("dspark", contract)
+    draft = DSparkDraft.from_config(
+        {
+            **backbone_config(section, contract, target_dir, sample_from_anchor=True),
+            "markov_head": section.markov_head,
+            "markov_rank": section.markov_rank,
+            "confidence_head": section.confidence_head,
+            "confidence_with_markov": section.confidence_with_markov,
+        }
+    )
+    if section.init_from:
+        warm_start(draft, section.init_from)
+    dtype = compute_dtype(dtype, device)
+    embedding, head = load_frozen(contract, target_dir, device, dtype)
+    return DSparkStrategy(section, draft.to(device, dtype), embedding, head, config.trainer.seed)
