@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-
 from fixtures.eagle3 import random_samples, tiny_draft, tiny_strategy
+from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
+
 from specfleet.config.features import eagle3_layers
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.trainer.strategies.eagle3 import Eagle3Strategy
-
-Samples = list[dict[str, torch.Tensor]]
 
 
 def _matrices(dtype: torch.dtype = torch.float64, seed: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,30 +17,6 @@ def _matrices(dtype: torch.dtype = torch.float64, seed: int = 11) -> tuple[torch
 
 def _strategy(dtype: torch.dtype = torch.float64, **section: object) -> Eagle3Strategy:
     return tiny_strategy(tiny_draft(dtype=dtype), *_matrices(dtype), **section)
-
-
-def _gradient(strategy: Eagle3Strategy, micro_batches: list[Samples]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradient of one optimizer step over these micro-batches, reduced as the loop does."""
-    prepared = [strategy.prepare(strategy.collate(samples)) for samples in micro_batches]
-    strategy.draft.zero_grad(set_to_none=True)
-    total = 0.0
-    sums = {name: sum(float(item.denominators[name]) for item in prepared) for name in strategy.term_weights}
-    for item in prepared:
-        objective = strategy.objective(item)
-        loss = sum(
-            weight / sums[name] * objective.numerators[name] for name, weight in strategy.term_weights.items() if sums[name]
-        )
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        total += float(loss.detach())
-    return total, {name: p.grad.clone() for name, p in strategy.draft.named_parameters() if p.grad is not None}
-
-
-def _same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]], rtol: float = 1e-9) -> None:
-    assert a[0] == pytest.approx(b[0], rel=rtol)
-    assert a[1].keys() == b[1].keys()
-    for name in a[1]:
-        torch.testing.assert_close(a[1][name], b[1][name], rtol=rtol, atol=rtol * float(b[1][name].abs().max()), msg=name)
 
 
 def test_step_weights() -> None:
@@ -55,12 +30,12 @@ def test_default_layers() -> None:
 
 
 @pytest.mark.parametrize("align", ["strict", "input", "compat"])
-def test_splitting_a_batch_does_not_change_the_gradient(align: str) -> None:
+def test_splitting_a_batch_does_not_change_thegradient(align: str) -> None:
     strategy = _strategy(mask_align=align)
     samples = random_samples([21, 13, 9, 17], dtype=torch.float64)
-    whole = _gradient(strategy, [samples])
-    _same(_gradient(strategy, [samples[:1], samples[1:]]), whole)
-    _same(_gradient(strategy, [[sample] for sample in samples]), whole)
+    whole = gradient(strategy, [samples])
+    assert_same(gradient(strategy, [samples[:1], samples[1:]]), whole)
+    assert_same(gradient(strategy, [[sample] for sample in samples]), whole)
     assert all(grad.abs().sum() > 0 for grad in whole[1].values())
 
 
@@ -68,59 +43,45 @@ def test_reduction_is_global_not_a_mean_of_means() -> None:
     """3/1 on one side and 3/3 on the other make 6/4."""
     strategy = _strategy(ttt_length=1)
     one, three = random_samples([6], seed=1, dtype=torch.float64), random_samples([16], seed=2, dtype=torch.float64)
-    parts = [_gradient(strategy, [side]) for side in (one, three)]
+    parts = [gradient(strategy, [side]) for side in (one, three)]
     counts = [float(strategy.prepare(strategy.collate(side)).denominators["step_0"]) for side in (one, three)]
     assert counts[0] != counts[1]
     expected = sum(loss * count for (loss, _), count in zip(parts, counts, strict=True)) / sum(counts)
-    assert _gradient(strategy, [one, three])[0] == pytest.approx(expected)
+    assert gradient(strategy, [one, three])[0] == pytest.approx(expected)
     assert expected != pytest.approx(sum(loss for loss, _ in parts) / 2)
 
 
-def test_padding_does_not_change_the_gradient() -> None:
+def test_padding_does_not_change_thegradient() -> None:
     strategy = _strategy()
     short = random_samples([12], seed=1, dtype=torch.float64)
     unsupervised = random_samples([40], seed=2, dtype=torch.float64)
     unsupervised[0]["loss_mask"].zero_()
-    _same(_gradient(strategy, [short + unsupervised]), _gradient(strategy, [short]))
-    _same(_gradient(strategy, [unsupervised + short]), _gradient(strategy, [short]))
+    assert_same(gradient(strategy, [short + unsupervised]), gradient(strategy, [short]))
+    assert_same(gradient(strategy, [unsupervised + short]), gradient(strategy, [short]))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_chunk_size_does_not_change_the_gradient(chunk_rows: int) -> None:
+def test_chunk_size_does_not_change_thegradient(chunk_rows: int) -> None:
     strategy = _strategy()
     samples = random_samples([21, 13], dtype=torch.float64)
-    whole = _gradient(strategy, [samples])
+    whole = gradient(strategy, [samples])
     strategy.chunk_rows = chunk_rows
-    _same(_gradient(strategy, [samples]), whole)
+    assert_same(gradient(strategy, [samples]), whole)
 
 
 def test_captured_argmax_replaces_the_full_head() -> None:
     embedding, head = _matrices()
     samples = random_samples([19, 11], dtype=torch.float64)
-    expected = _gradient(_strategy(), [samples])
+    expected = gradient(_strategy(), [samples])
     for sample in samples:
         sample["teacher_argmax"] = (sample["final_state"] @ head.T).argmax(-1).int()
     without = tiny_strategy(tiny_draft(dtype=torch.float64), embedding, head, full=False)
-    _same(_gradient(without, [samples]), expected)
+    assert_same(gradient(without, [samples]), expected)
 
 
 def test_gradient_of_the_whole_objective_is_exact() -> None:
     """Finite differences in fp64, through every rollout step, for a few entries of every parameter."""
-    strategy = _strategy(ttt_length=3)
-    samples = random_samples([11, 8], dtype=torch.float64)
-    _, gradient = _gradient(strategy, [samples])
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in strategy.draft.named_parameters():
-        # The largest entry too: random ones may lie in rows nothing touches.
-        picks = [int(gradient[name].abs().argmax()), *torch.randint(parameter.numel(), (2,), generator=generator).tolist()]
-        for pick in picks:
-            flat, losses = parameter.data.view(-1), []
-            for sign in (1, -1):
-                flat[pick] += sign * 1e-5
-                losses.append(_gradient(strategy, [samples])[0])
-                flat[pick] -= sign * 1e-5
-            numeric = (losses[0] - losses[1]) / 2e-5
-            assert numeric == pytest.approx(float(gradient[name].view(-1)[pick]), rel=1e-4, abs=1e-8), (name, pick)
+    assert_exact(_strategy(ttt_length=3), random_samples([11, 8], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("how", ["masked", "too short"])
@@ -130,14 +91,7 @@ def test_a_batch_without_rows_touches_every_parameter_with_zero(how: str) -> Non
     if how == "masked":
         for sample in samples:
             sample["loss_mask"].zero_()
-    prepared = strategy.prepare(strategy.collate(samples))
-    objective = strategy.objective(prepared)
-    assert all(float(count) == 0.0 for count in prepared.denominators.values())
-    assert all(float(value.detach()) == 0.0 for value in objective.numerators.values())
-    torch.stack(list(objective.numerators.values())).sum().backward()
-    for name, parameter in strategy.draft.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
+    assert_zero_but_touched(strategy, samples)
 
 
 def test_no_row_sees_what_it_is_to_guess() -> None:
@@ -151,7 +105,9 @@ def test_no_row_sees_what_it_is_to_guess() -> None:
     before = draft.rollout(ids, aux, embedding, active)
     changed_aux = aux.clone()
     changed_aux[:, row + 1 :] += 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, draft.rollout(ids, changed_aux, embedding, active), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, draft.rollout(ids, changed_aux, embedding, active), strict=True)
+    )
     for step in range(4):
         later, own = ids.clone(), ids.clone()
         later[:, row + 2 + step :] = (later[:, row + 2 + step :] + 1) % 384
@@ -193,7 +149,7 @@ def test_identity_names_what_a_resumed_run_must_share() -> None:
 
 def test_runs_in_bf16_close_to_fp32() -> None:
     samples = random_samples([24, 15])
-    exact, _ = _gradient(_strategy(torch.float32), [samples])
-    low, gradient = _gradient(_strategy(torch.bfloat16), [samples])
+    exact, _ = gradient(_strategy(torch.float32), [samples])
+    low, found = gradient(_strategy(torch.bfloat16), [samples])
     assert low == pytest.approx(exact, rel=2e-2)
-    assert all(grad.isfinite().all() for grad in gradient.values())
+    assert all(grad.isfinite().all() for grad in found.values())

@@ -17,7 +17,9 @@ def _row(p: list[float], q: list[float], lk: Lk) -> tuple[float, float, torch.Te
     x = torch.tensor([q], dtype=torch.float64).log().requires_grad_()
     logits = torch.tensor([p], dtype=torch.float64).log()
     teacher = Teacher(logits, logits.logsumexp(-1), torch.zeros(1, dtype=torch.float64))
-    result = soft_ce_head(x, torch.eye(len(p), dtype=torch.float64), teacher, torch.tensor([0]), torch.tensor([True]), lk=lk)
+    result = soft_ce_head(
+        x, torch.eye(len(p), dtype=torch.float64), teacher, torch.tensor([0]), torch.tensor([True]), lk=lk
+    )
     result.loss.backward()
     assert result.alpha_R is not None
     assert x.grad is not None
@@ -55,7 +57,9 @@ def test_lambda_follows_the_batch_or_the_row() -> None:
 def test_mass_outside_the_draft_vocabulary_costs_acceptance() -> None:
     """T = [.5, .3, .15, .05], kept {0, 1}: cross entropy wants [.625, .375], α reaches .8 at best."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
-    judgement = FrozenTeacher(torch.eye(4, dtype=torch.float64), torch.tensor([0, 1]), full=True).judge(logits, {}, mass=True)
+    judgement = FrozenTeacher(torch.eye(4, dtype=torch.float64), torch.tensor([0, 1]), full=True).judge(
+        logits, {}, mass=True
+    )
     x = torch.tensor([[0.625, 0.375]], dtype=torch.float64).log().requires_grad_()
     result = soft_ce_head(
         x, torch.eye(2, dtype=torch.float64), judgement.teacher, torch.tensor([0]), torch.tensor([True])
@@ -109,7 +113,9 @@ def test_equals_the_plain_formula(lk: Lk) -> None:
     torch.testing.assert_close(result.alpha_R, alpha.detach())
     torch.testing.assert_close(result.loss, plain[live].sum())
     for got, expected in zip(
-        torch.autograd.grad(3.0 * result.loss, (x, weight)), torch.autograd.grad(3.0 * plain[live].sum(), (x, weight)), strict=True
+        torch.autograd.grad(3.0 * result.loss, (x, weight)),
+        torch.autograd.grad(3.0 * plain[live].sum(), (x, weight)),
+        strict=True,
     ):
         torch.testing.assert_close(got, expected)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
-
 from fixtures.eagle3 import LAYERS
 from fixtures.peagle import tiny_peagle
+from torch.nn import functional
+
 from specfleet.drafts.acceptance import TextRow, walk_drafter
 from specfleet.drafts.decode import decode_greedy
 from specfleet.drafts.peagle import PEagleDraft
@@ -46,7 +46,13 @@ def dense(
     place_mask = torch.full((), draft.config.mask_token_id)
     tokens, features = [], []
     for b, a, d in elements:
-        tokens.append(ids_BT[b, a + 1] if d == 0 and a + 1 < ids_BT.shape[1] else torch.zeros_like(place_mask) if d == 0 else place_mask)
+        tokens.append(
+            ids_BT[b, a + 1]
+            if d == 0 and a + 1 < ids_BT.shape[1]
+            else torch.zeros_like(place_mask)
+            if d == 0
+            else place_mask
+        )
         features.append(draft.fc(aux_BTK[b, a]) if d == 0 else draft.fc(draft.mask_hidden[0, 0]))
     embedded, hidden = draft.embed_tokens(torch.stack(tokens)), torch.stack(features)
     rotation = draft.rope.at(torch.tensor([a + d for _, a, d in elements]), hidden.dtype)
@@ -81,11 +87,15 @@ def test_elements_equal_dense_attention_with_its_gradients(changes: dict[str, ob
     deep = [(*divmod(row, padded), depth) for depth, rows in enumerate(chains) if depth for row in rows.tolist()]
     elements = every + deep
     expected_all = dense(draft, ids, aux, elements, lengths)
-    picks = [elements.index((*divmod(row, padded), 0)) for row in chains[0].tolist()] + list(range(len(every), len(elements)))
+    picks = [elements.index((*divmod(row, padded), 0)) for row in chains[0].tolist()] + list(
+        range(len(every), len(elements))
+    )
     got, expected = torch.cat(draft.elements(ids, aux, chains)), expected_all[picks]
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     weights = torch.randn(got.shape, generator=generator, dtype=got.dtype)
-    names, parameters = zip(*((n, p) for n, p in draft.named_parameters() if not n.startswith(("norm", "lm_head"))), strict=True)
+    names, parameters = zip(
+        *((n, p) for n, p in draft.named_parameters() if not n.startswith(("norm", "lm_head"))), strict=True
+    )
     ours = torch.autograd.grad((got * weights).sum(), parameters)
     reference = torch.autograd.grad((expected * weights).sum(), parameters)
     for name, a, b in zip(names, ours, reference, strict=True):
@@ -142,7 +152,8 @@ def test_training_logits_equal_decoding_logits(target: HFTarget, changes: dict[s
         ids[index, : len(text)] = torch.tensor(text)
         aux[index, : len(text)] = item["aux_states"]
     chains = [
-        torch.tensor([26 * b + a for b, text in enumerate(texts) for a in range(len(text) - 1 - d)]) for d in range(depths)
+        torch.tensor([26 * b + a for b, text in enumerate(texts) for a in range(len(text) - 1 - d)])
+        for d in range(depths)
     ]
     trained = [draft.logits(output) for output in draft.elements(ids, aux, chains)]
     for b, text in enumerate(texts):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-
 from fixtures.eagle3 import random_samples
+
 from specfleet.trainer.strategies.draws import position_draws, visit_seeds
 from specfleet.trainer.strategies.eagle3.batch import MaskAlign, supervised
 from specfleet.trainer.strategies.peagle.batch import collate, sample_chains

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.tiny import make_tiny_tokenizer
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, PretrainedConfig
 
-from fixtures.tiny import make_tiny_tokenizer
 from specfleet.contracts.errors import DataError
 from specfleet.target.hf import HFTarget
 from specfleet.target.weights import load_head, load_raw_head, logits_scale
@@ -56,7 +56,11 @@ def test_a_scale_inside_text_config_is_found(tiny_target: Path, tmp_path: Path) 
         if file.suffix == ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     text = json.loads((tiny_target / "config.json").read_text())
-    document = {"architectures": ["Wrapped"], "tie_word_embeddings": True, "text_config": {**text, "logits_scaling": 4.0}}
+    document = {
+        "architectures": ["Wrapped"],
+        "tie_word_embeddings": True,
+        "text_config": {**text, "logits_scaling": 4.0},
+    }
     (tmp_path / "config.json").write_text(json.dumps(document))
     torch.testing.assert_close(load_head(tmp_path), load_head(tiny_target) / 4)
 

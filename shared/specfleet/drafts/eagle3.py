@@ -37,7 +37,9 @@ class Eagle3Config(EagleSizes):
 
     def check(self) -> None:
         super().check()
-        if not self.own_head and (self.draft_vocab_size < self.vocab_size or self.target_hidden_size != self.hidden_size):
+        if not self.own_head and (
+            self.draft_vocab_size < self.vocab_size or self.target_hidden_size != self.hidden_size
+        ):
             raise ConfigError(
                 "SF-DRAFT-CONFIG",
                 f"a draft with the target's head needs its vocabulary and width: draft_vocab_size {self.draft_vocab_size} and "
@@ -56,7 +58,9 @@ class Eagle3Draft(EagleDraft):
         self.config = config
         aux_size = config.num_aux * config.target_hidden_size
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.layer_ids)
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.layer_ids
+            )
         self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
         self.midlayer = EagleLayer(config, _mlp(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -118,8 +118,10 @@ class EagleDraft(Draft, ABC):
     def set_vocabulary(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
         """Installs a vocabulary map. Raises ConfigError SF-DRAFT-VOCAB when the two halves disagree."""
         chosen = t2d.nonzero().flatten()
-        if d2t.shape != self.d2t.shape or t2d.shape != self.t2d.shape or not torch.equal(
-            chosen, d2t + torch.arange(len(d2t), device=d2t.device)
+        if (
+            d2t.shape != self.d2t.shape
+            or t2d.shape != self.t2d.shape
+            or not torch.equal(chosen, d2t + torch.arange(len(d2t), device=d2t.device))
         ):
             raise ConfigError(
                 "SF-DRAFT-VOCAB",

@@ -12,9 +12,7 @@ class KeyValueCache:
         self._keys = torch.empty(num_key_value_heads, 256, head_dim, dtype=like.dtype, device=like.device)
         self._values = torch.empty_like(self._keys)
 
-    def attend(
-        self, q_RNd: torch.Tensor, keys_RHd: torch.Tensor, values_RHd: torch.Tensor, start: int
-    ) -> torch.Tensor:
+    def attend(self, q_RNd: torch.Tensor, keys_RHd: torch.Tensor, values_RHd: torch.Tensor, start: int) -> torch.Tensor:
         """R rows at positions start, start + 1, … are stored, and see everything before them and one another causally.
 
         Returns [R, n_q, d].
@@ -29,7 +27,11 @@ class KeyValueCache:
             device = q_RNd.device
             mask = torch.arange(end, device=device) <= torch.arange(start, end, device=device)[:, None]
         attended = functional.scaled_dot_product_attention(
-            q_RNd.transpose(0, 1)[None], self._keys[None, :, :end], self._values[None, :, :end], attn_mask=mask, enable_gqa=True
+            q_RNd.transpose(0, 1)[None],
+            self._keys[None, :, :end],
+            self._values[None, :, :end],
+            attn_mask=mask,
+            enable_gqa=True,
         )
         return attended[0].transpose(0, 1)
 

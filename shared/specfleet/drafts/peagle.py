@@ -229,9 +229,7 @@ class PEagleDrafter(Drafter):
         ids = torch.tensor(self._ids, dtype=torch.int64, device=weight.device)
         embedded, hidden = draft.read(ids, aux.to(weight), masks)
         start = self._length
-        rotation: Rotation = draft.rope.at(
-            torch.arange(start, start + len(hidden), device=weight.device), weight.dtype
-        )
+        rotation: Rotation = draft.rope.at(torch.arange(start, start + len(hidden), device=weight.device), weight.dtype)
         for index, (layer, cache) in enumerate(zip(draft.layers, self._caches, strict=True)):
             mixed = draft.mixed(index, embedded, hidden)
             keys, values = layer.self_attn.keys_values(mixed, rotation)

@@ -46,9 +46,7 @@ def warm_start(draft: Draft, directory: str | Path) -> None:
     if "embed_tokens.weight" not in expected:
         tensors.pop("embed_tokens.weight", None)  # such drafts use the target's, which the export may repeat
     _complete_vocabulary(tensors, expected)
-    problems = [
-        f"not wanted: {name} {list(tensors[name].shape)}" for name in sorted(tensors.keys() - expected.keys())
-    ]
+    problems = [f"not wanted: {name} {list(tensors[name].shape)}" for name in sorted(tensors.keys() - expected.keys())]
     for name, own in expected.items():
         if name not in tensors:
             problems.append(f"missing: {name} {list(own.shape)}")
@@ -138,7 +136,9 @@ def _check_config(draft: Draft, stated: Mapping[str, Any], folder: Path) -> None
     ]
     layers = _stated_layers(stated)
     if layers is not None and "layer_ids" in own and layers != list(own["layer_ids"]):
-        wrong.append(f"captured layers {layers} (outputs), this run captures {list(own['layer_ids'])}: set strategy.layers")
+        wrong.append(
+            f"captured layers {layers} (outputs), this run captures {list(own['layer_ids'])}: set strategy.layers"
+        )
     if "num_layers" in own and stated.get("num_hidden_layers") not in (None, own["num_layers"]):
         wrong.append(f"num_hidden_layers {stated['num_hidden_layers']}, this run's draft has {own['num_layers']}")
     mask = stated_mask_token(str(folder))

@@ -15,7 +15,13 @@ from safetensors import safe_open
 from specfleet.contracts.errors import DataError
 
 # Last parts of the names under which the architectures of the field store these two matrices.
-_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
+_EMBEDDING_NAMES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
 _HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
@@ -28,7 +34,9 @@ def read_text_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError("SF-TARGET-MISSING", f"{file} does not exist: model.target must be a model directory") from error
+        raise DataError(
+            "SF-TARGET-MISSING", f"{file} does not exist: model.target must be a model directory"
+        ) from error
     except (OSError, ValueError) as error:
         raise DataError("SF-TARGET-CONFIG", f"{file} cannot be read: {error}") from error
     text = config.get("text_config")
@@ -109,7 +117,9 @@ def tensor_files(path: Path) -> dict[str, Path]:
         return {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise DataError("SF-TARGET-WEIGHTS", f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
+        raise DataError(
+            "SF-TARGET-WEIGHTS", f"{path} holds no *.safetensors file; convert the checkpoint to safetensors"
+        )
     found: dict[str, Path] = {}
     for file in files:
         try:
@@ -137,7 +147,9 @@ def _load(files: dict[str, Path], name: str, path: str | Path) -> torch.Tensor:
         with safe_open(files[name], framework="pt") as tensors:
             tensor = tensors.get_tensor(name)
     except Exception as error:  # safetensors raises its own untyped error for truncated or foreign files
-        raise DataError("SF-TARGET-WEIGHTS", f"tensor {name} of {path} cannot be read from {files[name]}: {error}") from error
+        raise DataError(
+            "SF-TARGET-WEIGHTS", f"tensor {name} of {path} cannot be read from {files[name]}: {error}"
+        ) from error
     if tensor.dim() != 2:
         raise DataError("SF-TARGET-TENSOR", f"tensor {name} of {path} has shape {list(tensor.shape)}, expected [V, H]")
     return tensor

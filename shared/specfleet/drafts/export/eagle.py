@@ -78,10 +78,14 @@ def _parse(config: Mapping[str, Any], layer_ids: list[int]) -> dict[str, Any]:
 
 def _describe_eagle3(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     if config.legacy_v030 or config.experts:
-        what = "the norm placement of SpecForge v0.3.0 (strategy.legacy_v030)" if config.legacy_v030 else (
-            f"{config.experts} experts (strategy.experts)"
+        what = (
+            "the norm placement of SpecForge v0.3.0 (strategy.legacy_v030)"
+            if config.legacy_v030
+            else (f"{config.experts} experts (strategy.experts)")
         )
-        raise ExportError("SF-EXPORT-UNSERVED", f"no engine serves EAGLE-3 drafts with {what}; train without it to export")
+        raise ExportError(
+            "SF-EXPORT-UNSERVED", f"no engine serves EAGLE-3 drafts with {what}; train without it to export"
+        )
     return {
         **_describe(config, dtype),
         # null: the engine installs the target's head. vLLM falls back to vocab_size and, without lm_head, to the same head.

@@ -39,9 +39,7 @@ def supervised(loss_mask_T: torch.Tensor, steps: int, align: MaskAlign) -> torch
     return result
 
 
-def collate(
-    samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskAlign
-) -> dict[str, torch.Tensor]:
+def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskAlign) -> dict[str, torch.Tensor]:
     """One micro-batch.
 
     input_ids [B, T] int64 · aux_states [B, T, K·H] · teacher_states [U, H] (final states of rows some step is judged by) ·
