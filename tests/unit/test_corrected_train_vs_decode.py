@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch.nn import functional
-
 from fixtures import overfit
 from fixtures.blocks import LAYERS, random_features
 from fixtures.corrected import domino_strategy, dspark_strategy, tiny_domino, tiny_dspark, training_logits
+from safetensors.torch import save_file
+from torch.nn import functional
+
 from specfleet.drafts.acceptance import TextRow, offline_acceptance
 from specfleet.drafts.checkpoint import load_draft_checkpoint
 from specfleet.drafts.corrected import CorrectedDraft
@@ -58,7 +58,9 @@ def features(target: HFTarget, texts: list[list[int]], prompt: int) -> list[dict
 
 
 @torch.no_grad()
-def decoded_logits(draft: CorrectedDraft, target: HFTarget, sample: dict[str, torch.Tensor], anchors: list[int]) -> torch.Tensor:
+def decoded_logits(
+    draft: CorrectedDraft, target: HFTarget, sample: dict[str, torch.Tensor], anchors: list[int]
+) -> torch.Tensor:
     """[N, guesses, V]: what the decoder computes at each anchor when its guesses are forced to be the text (0 past its end)."""
     text, aux = sample["input_ids"].tolist(), sample["aux_states"]
     drafter = draft.drafter(target.embedding_VH, target.head_VH)
@@ -136,7 +138,10 @@ def test_chain_hits_are_what_the_drafter_would_be_accepted_for(target: HFTarget,
             proposed = drafter.propose(k)
             assert len(proposed) == min(k, 4)
             ahead = text[row + 2 : row + 2 + k]
-            run = next((i for i, (a, b) in enumerate(zip(proposed, ahead, strict=False)) if a != b), min(len(ahead), len(proposed)))
+            run = next(
+                (i for i, (a, b) in enumerate(zip(proposed, ahead, strict=False)) if a != b),
+                min(len(ahead), len(proposed)),
+            )
             assert hits[index, row, : len(ahead)].tolist() == [i < run for i in range(len(ahead))]
             runs.add(run)
     assert runs >= {0, 1, 2}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
 from fixtures.blocks import frozen_matrices, random_features
 from fixtures.corrected import domino_strategy, tiny_domino, training_logits
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
+
 from specfleet.trainer.strategies.domino import DominoStrategy
 from specfleet.trainer.strategies.domino.schedule import base_weight
 
@@ -56,7 +56,9 @@ def test_recurrence() -> None:
 def test_which_slots_are_corrected(shift: bool, corrected: list[int]) -> None:
     draft = tiny_domino(shift=shift)
     first = draft.config.first_slot
-    codes = draft.codes(torch.randn(1, 5 - first, 32), torch.tensor([[5, 6, 7, 8, 9][: 5 - first]]), torch.randn(384, 32))
+    codes = draft.codes(
+        torch.randn(1, 5 - first, 32), torch.tensor([[5, 6, 7, 8, 9][: 5 - first]]), torch.randn(384, 32)
+    )
     assert [first + i for i in range(5 - first) if codes[0, i].any()] == corrected
     assert draft.config.num_guesses == draft.max_draft_tokens == 4
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.nn import functional
-
 from fixtures.blocks import frozen_matrices, random_features
 from fixtures.corrected import dspark_strategy, tiny_dspark, training_logits
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
+from torch.nn import functional
+
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.dspark import MARKOV_HEADS, DSparkDraft, MarkovHead
 from specfleet.trainer.strategies.anchors import contiguous_mask, slot_decay, slot_labels
@@ -16,7 +16,9 @@ from specfleet.trainer.strategies.eagle_setup import check_final_state
 from specfleet.wire.records_pb2 import CaptureContract
 
 
-def _strategy(dtype: torch.dtype = torch.float64, *, draft: dict[str, object] | None = None, **section: object) -> DSparkStrategy:
+def _strategy(
+    dtype: torch.dtype = torch.float64, *, draft: dict[str, object] | None = None, **section: object
+) -> DSparkStrategy:
     return dspark_strategy(tiny_dspark(dtype=dtype, **(draft or {})), *frozen_matrices(dtype), **section)
 
 
@@ -108,7 +110,9 @@ def test_no_slot_sees_what_it_is_to_guess(kind: str) -> None:
     assert torch.equal(training_logits(strategy, samples)[1][block], before[block])
 
 
-def _plain_gradient(strategy: DSparkStrategy, samples: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+def _plain_gradient(
+    strategy: DSparkStrategy, samples: list[dict[str, torch.Tensor]]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The objective written plainly, block by block and slot by slot."""
     prepared = strategy.prepare(strategy.collate(samples))
     tensors, draft = prepared.tensors, strategy.draft
@@ -131,7 +135,9 @@ def _plain_gradient(strategy: DSparkStrategy, samples: list[dict[str, torch.Tens
             total, norm = total + weight * (0.1 * ce + 0.9 * l1 + bce), norm + weight
     draft.zero_grad(set_to_none=True)
     (total / norm).backward()
-    return float(total.detach()) / norm, {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
+    return float(total.detach()) / norm, {
+        name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("kind", MARKOV_HEADS)
@@ -188,10 +194,9 @@ def test_metrics_of_a_draft_that_equals_its_teacher() -> None:
             parameter.zero_()
         hidden = run_blocks(draft, tensors, strategy._embedding)
     block, slot = tensors["rows"] // 4, tensors["rows"] % 4
-    # One block per anchor: give each teacher position the state its first asking slot has.
-    prepared = strategy.prepare(strategy.collate([{**samples[0]}]))
-    order = torch.arange(len(tensors["rows"]))
-    prepared.tensors["teacher_of"] = order
+    prepared = strategy.prepare(strategy.collate(samples))
+    # Every slot gets a teacher of its own, in the state the slot itself has.
+    prepared.tensors["teacher_of"] = torch.arange(len(block))
     prepared.tensors["teacher_states"] = hidden[block, slot]
     prepared.tensors["teacher_bounds"] = prepared.tensors["row_bounds"]
     metrics = {name: float(a / b) for name, (a, b) in strategy.objective(prepared).metrics.items()}
@@ -223,7 +228,11 @@ def test_a_contract_without_the_final_state_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"sample_from_anchor": False}, "anchor slot"), ({"markov_head": "lstm"}, "vanilla, gated, rnn"), ({"markov_rank": 0}, "at least 1")],
+    [
+        ({"sample_from_anchor": False}, "anchor slot"),
+        ({"markov_head": "lstm"}, "vanilla, gated, rnn"),
+        ({"markov_rank": 0}, "at least 1"),
+    ],
 )
 def test_configurations_that_make_no_sense(changes: dict[str, object], part: str) -> None:
     with pytest.raises(ConfigError, match=part) as caught:

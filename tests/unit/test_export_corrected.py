@@ -1,14 +1,15 @@
 """Exports of Domino and DSpark: golden names, shapes and config keys; what is imported, and what is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures.corrected import tiny_domino, tiny_dspark
 from safetensors.torch import load_file, save_file
 
-from fixtures.corrected import tiny_domino, tiny_dspark
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.base import Draft
 from specfleet.drafts.export import export_draft, load_export
@@ -124,16 +125,18 @@ def test_vllm_does_not_serve_domino(tmp_path: Path) -> None:
         export_draft(tiny_domino(), "vllm", tmp_path / "out")
 
 
-DRAFTS: dict[str, tuple[Draft, str]] = {
-    "domino": (tiny_domino(shift=True), "sglang"),
-    "dspark": (tiny_dspark(markov_head="rnn", confidence_with_markov=False), "sglang"),
-    "dspark-bare": (tiny_dspark(confidence_head=False), "vllm"),
+# Makers of drafts and the engine each is exported for.
+DRAFTS: dict[str, tuple[Callable[[], Draft], str]] = {
+    "domino": (lambda: tiny_domino(shift=True), "sglang"),
+    "dspark": (lambda: tiny_dspark(markov_head="rnn", confidence_with_markov=False), "sglang"),
+    "dspark-bare": (lambda: tiny_dspark(confidence_head=False), "vllm"),
 }
 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_round_trip(tmp_path: Path, name: str) -> None:
-    draft, layout = DRAFTS[name]
+    make, layout = DRAFTS[name]
+    draft = make()
     exported = export_draft(draft, layout, tmp_path / "out", dtype=torch.float32)
     loaded = load_export(tmp_path / "out")
     assert loaded.config == draft.config
@@ -144,7 +147,8 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "architecture"), [("domino", "DominoDraftModel"), ("dspark", "DSparkDraftModel")])
 def test_what_trainers_wrote_before_it_was_served_is_read(tmp_path: Path, name: str, architecture: str) -> None:
     """Their own class name, head weights under logit_head, keys only in dflash_config."""
-    draft, layout = DRAFTS[name]
+    make, layout = DRAFTS[name]
+    draft = make()
     export_draft(draft, layout, tmp_path / "out", dtype=torch.float32)
     heads = ("prefix_gru.", "embed_proj.", "markov_head.", "confidence_head.")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -169,11 +173,16 @@ def test_what_trainers_wrote_before_it_was_served_is_read(tmp_path: Path, name: 
         ("domino", {"emb_dim": 5}, "emb_dim 5 contradicts"),
         ("dspark", {"markov_rank": None, "dflash_config": {"markov_rank": None}}, "markov_rank is missing"),
         ("dspark", {"markov_rank": 5}, "markov_rank is 5 at the top level and 6"),
-        ("dspark", {"sample_from_anchor": False, "dflash_config": {"sample_from_anchor": None}}, "sample_from_anchor is false"),
+        (
+            "dspark",
+            {"sample_from_anchor": False, "dflash_config": {"sample_from_anchor": None}},
+            "sample_from_anchor is false",
+        ),
     ],
 )
 def test_contradictory_configs_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], part: str) -> None:
-    draft, layout = DRAFTS[name]
+    make, layout = DRAFTS[name]
+    draft = make()
     export_draft(draft, layout, tmp_path / "out")
     _rewrite(tmp_path / "out", **changes)
     with pytest.raises(ExportError, match=part) as caught:

@@ -49,7 +49,12 @@ class CorrectedDraft(BlockDraft):
         return logits, state
 
     def guess(
-        self, hidden_NGH: torch.Tensor, anchor_ids_N: torch.Tensor, embedding_VH: torch.Tensor, head_VH: torch.Tensor, k: int
+        self,
+        hidden_NGH: torch.Tensor,
+        anchor_ids_N: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        k: int,
     ) -> torch.Tensor:
         previous, state, guesses = anchor_ids_N, None, []
         for index in range(min(k, self.config.num_guesses)):

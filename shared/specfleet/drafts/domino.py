@@ -39,13 +39,11 @@ class DominoDraft(CorrectedDraft):
     def __init__(self, config: DominoConfig) -> None:
         super().__init__(config)
         self.prefix_gru = nn.GRU(config.hidden_size, config.gru_hidden_size, bias=False, batch_first=True)
-        self.embed_proj = nn.Sequential(
-            nn.Linear(config.hidden_size + config.gru_hidden_size, config.embedding_size, bias=False),
-            nn.SiLU(),
-            nn.Linear(config.embedding_size, config.vocab_size, bias=False),
-        )
-        for index in (0, 2):
-            nn.init.normal_(self.embed_proj[index].weight, std=0.02)
+        inner = nn.Linear(config.hidden_size + config.gru_hidden_size, config.embedding_size, bias=False)
+        outer = nn.Linear(config.embedding_size, config.vocab_size, bias=False)
+        self.embed_proj = nn.Sequential(inner, nn.SiLU(), outer)
+        for linear in (inner, outer):
+            nn.init.normal_(linear.weight, std=0.02)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -53,8 +51,7 @@ class DominoDraft(CorrectedDraft):
 
     @property
     def correction_VE(self) -> torch.Tensor:
-        weight: torch.Tensor = self.embed_proj[2].weight
-        return weight
+        return self.embed_proj.get_parameter("2.weight")
 
     def codes(self, hidden_NIH: torch.Tensor, previous_NI: torch.Tensor, embedding_VH: torch.Tensor) -> torch.Tensor:
         states_NIg, _ = self.prefix_gru(self._embed(previous_NI, embedding_VH))

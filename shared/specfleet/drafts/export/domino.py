@@ -41,7 +41,9 @@ def _parse(config: Mapping[str, Any]) -> dict[str, Any]:
     """shift_label is never inferred: drafts of either kind load into the other and are accepted by chance only."""
     nested = _nested(config)
     problems = [
-        f"dflash_config.{name} is missing" for name in ("shift_label", "gru_hidden_dim", "emb_dim") if name not in nested
+        f"dflash_config.{name} is missing"
+        for name in ("shift_label", "gru_hidden_dim", "emb_dim")
+        if name not in nested
     ]
     if nested.get("pure_draft_prefix_len") != PURE_PREFIX:
         problems.append(

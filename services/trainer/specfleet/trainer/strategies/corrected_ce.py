@@ -6,6 +6,7 @@ chunks of logits exist at any time. W and B are never joined into one matrix.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class _CorrectedCe(torch.autograd.Function):
         grad_codes = None if codes is None else torch.zeros_like(codes)
         # Every chunk adds to the same matrix, so the sum is kept wide.
         grad_correction = torch.zeros(correction.shape, dtype=wide, device=x.device)
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             if start == stop:
                 continue
             rows = slice(start, stop)
@@ -111,5 +112,6 @@ def _rows_(z: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, into: R
 
 def _empty(x: torch.Tensor, wide: torch.dtype) -> Rows:
     return Rows(
-        torch.zeros(x.shape[0], dtype=wide, device=x.device), torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        torch.zeros(x.shape[0], dtype=wide, device=x.device),
+        torch.zeros(x.shape[0], dtype=torch.int64, device=x.device),
     )

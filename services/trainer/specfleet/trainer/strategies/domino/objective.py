@@ -32,7 +32,9 @@ def domino_objective(
     loss = result.loss
     if codes is None:
         # Parameters of the skipped correction stay in the graph, with a gradient of zero.
-        loss = loss + sum(p.flatten()[:0].sum() for p in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters()))
+        loss = loss + sum(
+            p.flatten()[:0].sum() for p in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters())
+        )
     one = torch.ones((), device=loss.device)
     metrics = {
         "base_weight": (base_weight * one, one),
@@ -42,7 +44,5 @@ def domino_objective(
         if part is not None:
             correct = part.best_R == labels
             metrics[f"ce{suffix}"] = (part.ce_R.sum(), len(rows) * one)
-            metrics |= accuracy_metrics(
-                correct, rows, len(hidden_NIH), config.block_size, config.first_slot, suffix
-            )
+            metrics |= accuracy_metrics(correct, rows, len(hidden_NIH), config.block_size, config.first_slot, suffix)
     return Objective(numerators={TERM: loss}, metrics=metrics)

@@ -32,7 +32,9 @@ def collate(
     batch["rows"], batch["teacher_of"] = batch["rows"][order], teacher_of[order]
     per_sample = torch.bincount(places_U // width, minlength=len(samples)).tolist()
     positions = (places_U % width).split(per_sample)
-    batch["teacher_states"] = torch.cat([sample["final_state"][at] for sample, at in zip(samples, positions, strict=True)])
+    batch["teacher_states"] = torch.cat(
+        [sample["final_state"][at] for sample, at in zip(samples, positions, strict=True)]
+    )
     batch["row_bounds"], batch["teacher_bounds"] = chunk_bounds(shared_U, plan.chunk_blocks * slots)
     batch["weights"] = slot_weights(batch["rows"], plan, gamma)
     batch["denominator"] = batch["weights"].sum()

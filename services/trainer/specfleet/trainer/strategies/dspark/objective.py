@@ -50,7 +50,9 @@ def dspark_objective(
         logits = draft.confidence(x_RH, previous_NI.flatten()[guesses])
         loss_R = confidence_loss(logits, judged.acceptance_R)
         objective.numerators[CONFIDENCE] = (weights * loss_R).sum()
-        objective.metrics |= confidence_metrics(logits.detach(), loss_R.detach(), judged.acceptance_R, rows, blocks, slots)
+        objective.metrics |= confidence_metrics(
+            logits.detach(), loss_R.detach(), judged.acceptance_R, rows, blocks, slots
+        )
     return objective
 
 
@@ -79,7 +81,12 @@ def teacher_metrics(judged: Judged, rows_R: torch.Tensor, blocks: int, slots: in
 
 
 def confidence_metrics(
-    logits_R: torch.Tensor, loss_R: torch.Tensor, acceptance_R: torch.Tensor, rows_R: torch.Tensor, blocks: int, slots: int
+    logits_R: torch.Tensor,
+    loss_R: torch.Tensor,
+    acceptance_R: torch.Tensor,
+    rows_R: torch.Tensor,
+    blocks: int,
+    slots: int,
 ) -> Pairs:
     """confidence_bias, confidence_chain_bias: estimate minus truth, of single slots and of the products along a block."""
     count = torch.full((), float(len(rows_R)), device=rows_R.device)

@@ -25,7 +25,12 @@ class DSparkStrategy(Strategy):
     """Two terms, both weighted means over the supervised slots: what is guessed, and the price put on it."""
 
     def __init__(
-        self, section: DSparkSection, draft: DSparkDraft, embedding_VH: torch.Tensor, head_VH: torch.Tensor, seed: int = 0
+        self,
+        section: DSparkSection,
+        draft: DSparkDraft,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        seed: int = 0,
     ) -> None:
         self.draft: DSparkDraft = draft
         self.term_weights = {SLOTS: 1.0}
@@ -51,9 +56,7 @@ class DSparkStrategy(Strategy):
 
     def objective(self, prepared: Prepared) -> Objective:
         section = self._section
-        return dspark_objective(
-            self.draft, self._embedding, self._head, prepared, section.ce_weight, section.l1_weight
-        )
+        return dspark_objective(self.draft, self._embedding, self._head, prepared, section.ce_weight, section.l1_weight)
 
     def identity(self) -> dict[str, str]:
         section, config = self._section, self.draft.config
