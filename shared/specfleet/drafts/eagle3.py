@@ -131,7 +131,7 @@ class Eagle3Draft(EagleDraft):
         feature, mixed, rotation = feature[rows], mixed[rows], rotation.rows(rows)
         step_keys: list[torch.Tensor] = []
         step_values: list[torch.Tensor] = []
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for step in range(len(active)):
             if step:
                 inside = torch.searchsorted(rows, active[step])

@@ -30,6 +30,8 @@ _ON_HOST = frozenset({"row_counts", "active_counts", "num_tokens", "num_loss_tok
 class Eagle3Strategy(Strategy):
     """term_weights: step_i → step_decay**i. Each term is a mean over the supervised rows of its step."""
 
+    draft: Eagle3Draft
+
     def __init__(
         self,
         section: Eagle3Section,

@@ -33,6 +33,8 @@ _ON_HOST = frozenset({"chain_counts", "num_tokens", "num_loss_tokens"})
 class PEagleStrategy(Strategy):
     """One term: the mean over sampled elements."""
 
+    draft: PEagleDraft
+
     def __init__(self, section: PEagleSection, draft: PEagleDraft, teacher: FrozenTeacher, seed: int = 0) -> None:
         """seed: of the chains drawn."""
         self.draft = draft
