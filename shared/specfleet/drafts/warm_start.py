@@ -20,7 +20,7 @@ from specfleet.target.weights import tensor_files
 log = structlog.get_logger()
 
 # Wrappers under which trainers save a draft, outermost first or alone.
-_PREFIXES = ("module.", "draft_model.", "model.")
+_PREFIXES = ("module.", "draft_model.", "model.", "logit_head.")
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "draft_vocab_size", "target_hidden_size", "fc_norm", "norm_before_residual",
@@ -144,6 +144,9 @@ def _check_config(draft: Draft, stated: Mapping[str, Any], folder: Path) -> None
     mask = stated_mask_token(str(folder))
     if "mask_token_id" in own and mask not in (None, own["mask_token_id"]):
         wrong.append(f"mask token {mask}, this run's draft has {own['mask_token_id']}: set strategy.mask_token_id")
+    shift = (stated.get("dflash_config") or {}).get("shift_label")
+    if draft.kind == "domino" and shift not in (None, own["sample_from_anchor"]):
+        wrong.append(f"shift_label {shift}, this run's draft has {own['sample_from_anchor']}: set strategy.shift_label")
     if "norm_output" in own and not _trained_by_v030(stated) and bool(stated.get("norm_output")) != own["norm_output"]:
         wrong.append(f"norm_output {bool(stated.get('norm_output'))}: set strategy.norm_output to it")
     if wrong:

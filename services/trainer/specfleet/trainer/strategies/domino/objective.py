@@ -22,19 +22,19 @@ def domino_objective(
     hidden_NIH = run_blocks(draft, tensors, embedding_VH)
     rows, guesses = tensors["rows"], guess_rows(tensors["rows"], config)
     codes = None
-    if base_weight < 1:
+    if base_weight < 1 and len(rows):
         codes = draft.codes(hidden_NIH, previous_tokens(tensors, config), embedding_VH).flatten(0, 1)[guesses]
+    elif base_weight < 1:
+        codes = hidden_NIH.new_zeros(0, config.embedding_size)  # CUDA's recurrence refuses a batch of none
     labels = tensors["labels"].flatten()[rows]
     result = corrected_ce_head(
         hidden_NIH.flatten(0, 1)[guesses], head_VH, codes, draft.correction_VE, labels, tensors["weights"],
         tensors["row_bounds"].tolist(), base_weight,
     )  # fmt: skip
-    loss = result.loss
-    if codes is None:
-        # Parameters of the skipped correction stay in the graph, with a gradient of zero.
-        loss = loss + sum(
-            p.flatten()[:0].sum() for p in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters())
-        )
+    # Keeps the parameters of a skipped correction in the graph, with a gradient of zero.
+    loss = result.loss + sum(
+        p.flatten()[:0].sum() for p in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters())
+    )
     one = torch.ones((), device=loss.device)
     metrics = {
         "base_weight": (base_weight * one, one),
