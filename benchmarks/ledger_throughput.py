@@ -11,6 +11,7 @@ Prints one JSON object.
 import argparse
 import asyncio
 import json
+import os
 import resource
 import sqlite3
 import sys
@@ -133,10 +134,10 @@ async def measure(url: str, count: int, batch: int) -> dict[str, float | int | s
     await ledger.open()
     facts = await prepare(ledger, count)
     life = Life(ledger, facts, batch)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     training = asyncio.create_task(life.train(count // WINDOW))
     await asyncio.gather(life.capture(), training, life.reap(training))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     verdict = await ledger.read(lambda conn: verify(conn, "bench"))
     await ledger.close()
     acks = sorted(life.ack_s)
@@ -145,6 +146,9 @@ async def measure(url: str, count: int, batch: int) -> dict[str, float | int | s
         "samples": count,
         "seconds": round(seconds, 3),
         "samples_per_s": round(count / seconds, 1),
+        # What the machine's other work does not change much.
+        "cpu_us_per_sample": round(1e6 * cpu / count, 1),
+        "load_average": os.getloadavg()[0],
         "ack_p50_ms": round(1000 * acks[len(acks) // 2], 2),
         "ack_p99_ms": round(1000 * acks[int(len(acks) * 0.99)], 2),
         "sound": not verdict.violations and verdict.conserved,

@@ -39,7 +39,8 @@ def cut(
 ) -> Cut | None:
     """The next window, or None while it has to wait.
 
-    captured: every captured candidate, ascending seq. pending: the first `size` uncaptured candidates, ascending seq.
+    captured: captured candidates, ascending seq; where more than `size` exist the first `size` are enough, by seq
+    (deterministic) or by arrival (arrival with carry). pending: the first `size` uncaptured candidates, ascending seq.
     next_epoch: epoch of the next task that is not ingested yet; None when all are.
 
     deterministic: the next `size` candidates in prompt order; one missing sample holds the window back, and credits bound

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, insert, select, update
+from sqlalchemy import Connection, Row
 
 from specfleet.contracts.errors import LedgerError
 from specfleet.contracts.states import TASK_TRANSITIONS, TaskState
-from specfleet.coordinator.ledger.tables import task_counts, tasks, transitions
+from specfleet.coordinator.ledger import hot
+from specfleet.coordinator.ledger.tables import tasks
 
 # SQLite's default limit is 32766 variables per statement; a smaller list also keeps plans small.
 CHUNK = 1_000
@@ -41,26 +42,26 @@ def chunks(values: Sequence[Any], size: int = CHUNK) -> Iterable[Sequence[Any]]:
         yield values[start : start + size]
 
 
+_COLUMNS = ", ".join(column.name for column in tasks.c)
+_BY_SEQ = f"SELECT {_COLUMNS} FROM tasks WHERE run = ? AND seq IN ?list ORDER BY seq"
+_BY_PROMPT = f"SELECT {_COLUMNS} FROM tasks WHERE run = ? AND epoch = ? AND prompt_index IN ?list"
+
+
 def load_by_seq(conn: Connection, run: int, seqs: Sequence[int]) -> list[Task]:
     """Tasks in ascending seq; unknown ones are left out."""
-    found: list[Task] = []
-    for part in chunks(sorted(seqs)):
-        query = select(tasks).where(tasks.c.run == run, tasks.c.seq.in_(part)).order_by(tasks.c.seq)
-        found.extend(conn.execute(query))
-    return found
+    return list(hot.execute(conn, _BY_SEQ, run, hot.Ids(seqs))) if seqs else []
 
 
 def load_by_prompt(conn: Connection, run: int, prompts: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Task]:
     """(epoch, prompt_index) → task; unknown ones are left out."""
-    by_epoch: dict[int, list[int]] = {}
+    by_epoch: dict[int, hot.Ids] = {}
     for epoch, index in prompts:
-        by_epoch.setdefault(epoch, []).append(index)
-    found: dict[tuple[int, int], Task] = {}
-    for epoch, indices in by_epoch.items():
-        for part in chunks(indices):
-            query = select(tasks).where(tasks.c.run == run, tasks.c.epoch == epoch, tasks.c.prompt_index.in_(part))
-            found.update({(row.epoch, row.prompt_index): row for row in conn.execute(query)})
-    return found
+        by_epoch.setdefault(epoch, hot.Ids()).append(index)
+    return {
+        (row.epoch, row.prompt_index): row
+        for epoch, indices in by_epoch.items()
+        for row in hot.execute(conn, _BY_PROMPT, run, epoch, indices)
+    }
 
 
 def move(conn: Connection, rows: Sequence[Task], to: TaskState, detail: str, **values: Any) -> None:
@@ -78,15 +79,15 @@ def move(conn: Connection, rows: Sequence[Task], to: TaskState, detail: str, **v
                 "SF-LEDGER-TRANSITION",
                 f"task e{row.epoch:04d}-p{row.prompt_index:09d} cannot go from {row.state} to {to} ({detail})",
             )
+    assigned = "".join(f", {column} = ?" for column in values)
+    sql = f"UPDATE tasks SET state = ?{assigned} WHERE run = ? AND seq IN ?list AND state = ?"
     for state in sorted({row.state for row in rows}):
-        for part in chunks([row.seq for row in rows if row.state == state]):
-            where = (tasks.c.run == run, tasks.c.seq.in_(part), tasks.c.state == state)
-            changed = conn.execute(update(tasks).where(*where).values(state=str(to), **values)).rowcount
-            if changed != len(part):
-                raise LedgerError(
-                    "SF-LEDGER-FENCE",
-                    f"{len(part)} tasks should go from {state} to {to}, {changed} were there ({detail})",
-                )
+        seqs = hot.Ids(row.seq for row in rows if row.state == state)
+        changed = hot.execute(conn, sql, str(to), *values.values(), run, seqs, state).rowcount
+        if changed != len(seqs):
+            raise LedgerError(
+                "SF-LEDGER-FENCE", f"{len(seqs)} tasks should go from {state} to {to}, {changed} were there ({detail})"
+            )
     deltas: Counter[tuple[int, str]] = Counter()
     for row in rows:
         deltas[row.epoch, row.state] -= 1
@@ -97,31 +98,18 @@ def move(conn: Connection, rows: Sequence[Task], to: TaskState, detail: str, **v
 
 def count(conn: Connection, run: int, deltas: Counter[tuple[int, str]]) -> None:
     """Adds to task_counts; the rows of an epoch exist since its first task was ingested."""
-    changes = [{"b_run": run, "b_epoch": epoch, "b_state": state, "d": d} for (epoch, state), d in deltas.items() if d]
-    if changes:
-        conn.execute(_COUNT, changes)
-
-
-_COUNT = (
-    update(task_counts)
-    .where(
-        task_counts.c.run == bindparam("b_run"),
-        task_counts.c.epoch == bindparam("b_epoch"),
-        task_counts.c.state == bindparam("b_state"),
-    )
-    .values(n=task_counts.c.n + bindparam("d"))
-)
+    sql = "UPDATE task_counts SET n = n + ? WHERE run = ? AND epoch = ? AND state = ?"
+    hot.execute_many(conn, sql, [(delta, run, epoch, state) for (epoch, state), delta in deltas.items() if delta])
 
 
 def record(conn: Connection, rows: Sequence[Task], state: str, detail: str, *, attempt_delta: int = 0) -> None:
     """One line of history per task."""
-    if rows:
-        conn.execute(
-            insert(transitions),
-            [
-                {
-                    "run": row.run, "seq": row.seq, "at_us": at, "state": state, "attempt": row.attempt + attempt_delta, "detail": detail
-                }
-                for row, at in zip(rows, stamps.take(len(rows)), strict=True)
-            ],
-        )  # fmt: skip
+    hot.insert_many(
+        conn,
+        "transitions",
+        "run, seq, at_us, state, attempt, detail",
+        [
+            (row.run, row.seq, at, state, row.attempt + attempt_delta, detail)
+            for row, at in zip(rows, stamps.take(len(rows)), strict=True)
+        ],
+    )

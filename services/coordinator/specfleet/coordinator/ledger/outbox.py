@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, select
 
 from specfleet.contracts.ids import feature_key, task_key
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger.moves import Task, chunks
-from specfleet.coordinator.ledger.tables import outbox, runs, samples
+from specfleet.coordinator.ledger import hot
+from specfleet.coordinator.ledger.moves import Task
+from specfleet.coordinator.ledger.tables import outbox, runs
 from specfleet.wire.records_pb2 import Release, SampleRef, TaskAttempt
 
 PUBLISH_BATCH = 512
@@ -25,7 +26,9 @@ class Due:
 def attempt_keys(facts: RunFacts, store: str, epoch: int, prompt_index: int, attempt: int) -> list[str]:
     """Every key the attempt can have written, whether or not it got that far."""
     named = TaskAttempt(task=task_key(facts.run_id, epoch, prompt_index), attempt=attempt)
-    return [feature_key(store, named, feature) for feature in facts.features]
+    # A key ends with its feature's name.
+    prefix = feature_key(store, named, "")
+    return [prefix + feature for feature in facts.features]
 
 
 def discard(conn: Connection, facts: RunFacts, rows: Sequence[Task], now_ms: int) -> None:
@@ -39,28 +42,13 @@ def discard(conn: Connection, facts: RunFacts, rows: Sequence[Task], now_ms: int
         if not store:
             continue
         keys = keys or attempt_keys(facts, store, row.epoch, row.prompt_index, row.attempt)
-        entries.append(
-            {
-                "run": row.run, "seq": row.seq, "attempt": row.attempt, "store": store, "keys": "\n".join(keys),
-                "num_bytes": row.reserved_bytes or 0, "created_ms": now_ms,
-            }
-        )  # fmt: skip
-    if entries:
-        conn.execute(insert(outbox), entries)
+        entries.append((row.run, row.seq, row.attempt, store, "\n".join(keys), row.reserved_bytes or 0, now_ms))
+    hot.insert_many(conn, "outbox", _ENTRY, entries)
 
 
 def discard_keys(conn: Connection, run: int, store: str, keys: Iterable[str], now_ms: int) -> None:
     """Queues the deletion of objects nobody counts: a stale attempt, or a run that is gone (run 0)."""
-    entry = {
-        "run": run,
-        "seq": -1,
-        "attempt": 0,
-        "store": store,
-        "keys": "\n".join(keys),
-        "num_bytes": 0,
-        "created_ms": now_ms,
-    }
-    conn.execute(insert(outbox), [entry])
+    hot.insert_many(conn, "outbox", _ENTRY, [(run, -1, 0, store, "\n".join(keys), 0, now_ms)])
 
 
 def _stored(
@@ -69,9 +57,10 @@ def _stored(
     """(seq, attempt) → the store of its sample and, when asked for, its keys: an attempt that took over the features of an
     earlier epoch wrote none under its own name."""
     found: dict[tuple[int, int], tuple[str, list[str]]] = {}
-    columns = (samples.c.seq, samples.c.attempt, samples.c.store, *([samples.c.ref] if keys else []))
-    for part in chunks([row.seq for row in rows]):
-        for row in conn.execute(select(*columns).where(samples.c.run == run, samples.c.seq.in_(part))):
+    if rows:
+        column = ", ref" if keys else ""
+        sql = f"SELECT seq, attempt, store{column} FROM samples WHERE run = ? AND seq IN ?list"
+        for row in hot.execute(conn, sql, run, hot.Ids(row.seq for row in rows)):
             names = [feature.key for feature in SampleRef.FromString(row.ref).features] if keys else []
             found[row.seq, row.attempt] = (row.store, names)
     return found
@@ -79,15 +68,11 @@ def _stored(
 
 def due(conn: Connection, now_ms: int, republish_ms: int) -> list[Due]:
     """Marks rows never published, or published and unconfirmed for republish_ms, as published now; returns them."""
-    query = (
-        select(outbox)
-        .where(outbox.c.published_ms <= max(0, now_ms - republish_ms))
-        .order_by(outbox.c.id)
-        .limit(PUBLISH_BATCH)
-    )
-    rows = conn.execute(query).all()
+    sql = "SELECT id, store, keys, num_bytes, publications FROM outbox WHERE published_ms <= ? ORDER BY id LIMIT ?"
+    rows = hot.execute(conn, sql, max(0, now_ms - republish_ms), PUBLISH_BATCH).all()
     if rows:
-        conn.execute(_PUBLISHED, [{"b_id": row.id, "b_now": now_ms} for row in rows])
+        sql = "UPDATE outbox SET published_ms = ?, publications = publications + 1 WHERE id IN ?list"
+        hot.execute(conn, sql, now_ms, hot.Ids(row.id for row in rows))
     return [
         Due(
             Release(outbox_id=row.id, store=row.store, keys=row.keys.split("\n"), num_bytes=row.num_bytes),
@@ -99,15 +84,12 @@ def due(conn: Connection, now_ms: int, republish_ms: int) -> list[Due]:
 
 def confirm(conn: Connection, ids: Sequence[int]) -> set[int]:
     """Forgets confirmed rows and the references they deleted; returns the runs whose reservations shrank. Idempotent."""
-    touched: set[int] = set()
-    for part in chunks(ids):
-        rows = conn.execute(select(outbox.c.run, outbox.c.seq, outbox.c.attempt).where(outbox.c.id.in_(part))).all()
-        conn.execute(delete(outbox).where(outbox.c.id.in_(part)))
-        gone = [{"b_run": row.run, "b_seq": row.seq, "b_attempt": row.attempt} for row in rows if row.seq >= 0]
-        if gone:
-            conn.execute(_FORGET, gone)
-        touched |= {row.run for row in rows}
-    return touched
+    wanted = hot.Ids(ids)
+    rows = hot.execute(conn, "SELECT run, seq, attempt FROM outbox WHERE id IN ?list", wanted).all()
+    hot.execute(conn, "DELETE FROM outbox WHERE id IN ?list", wanted)
+    gone = [(row.run, row.seq, row.attempt) for row in rows if row.seq >= 0]
+    hot.execute_many(conn, "DELETE FROM samples WHERE run = ? AND seq = ? AND attempt = ?", gone)
+    return {row.run for row in rows}
 
 
 def open_rows(conn: Connection, run: int) -> tuple[int, int]:
@@ -118,14 +100,5 @@ def open_rows(conn: Connection, run: int) -> tuple[int, int]:
     return int(row[0]), int(row[1])
 
 
-_PUBLISHED = (
-    update(outbox)
-    .where(outbox.c.id == bindparam("b_id"))
-    .values(published_ms=bindparam("b_now"), publications=outbox.c.publications + 1)
-)
-_FORGET = delete(samples).where(
-    samples.c.run == bindparam("b_run"),
-    samples.c.seq == bindparam("b_seq"),
-    samples.c.attempt == bindparam("b_attempt"),
-)
+_ENTRY = "run, seq, attempt, store, keys, num_bytes, created_ms"
 _RUN_STORE = select(runs.c.store).where(runs.c.id == bindparam("run"))

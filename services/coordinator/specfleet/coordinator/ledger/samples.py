@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, select, update
 
 from specfleet.contracts.ids import sample_id
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import outbox
+from specfleet.coordinator.ledger import hot, outbox
 from specfleet.coordinator.ledger.moves import Task, load_by_prompt, move, stamps
-from specfleet.coordinator.ledger.tables import runs, samples, tasks, windows
+from specfleet.coordinator.ledger.tables import runs, samples
 from specfleet.coordinator.ledger.tasks import finish_attempt
 from specfleet.policies.retries import Failure, judge
 from specfleet.wire.records_pb2 import SampleRef
@@ -27,8 +27,6 @@ class Ingested:
     rejected: list[str] = field(default_factory=list)
     workers: set[str] = field(default_factory=set)
     """Workers with an accepted sample: their breakers close."""
-    completed: list[int] = field(default_factory=list)
-    """Steps of windows that waited for one of these samples and are complete again."""
 
 
 def accept(conn: Connection, facts: RunFacts, refs: Sequence[SampleRef], now_ms: int) -> Ingested:
@@ -54,7 +52,9 @@ def accept(conn: Connection, facts: RunFacts, refs: Sequence[SampleRef], now_ms:
 
 
 def _counted(conn: Connection, row: Task) -> bool:
-    """Whether this very attempt was accepted before."""
+    """Whether this very attempt was accepted before. A LEASED task was not: acceptance ends the lease."""
+    if row.state == TaskState.LEASED:
+        return False
     if row.state in (TaskState.CAPTURED, TaskState.TRAINED, TaskState.SETTLED, TaskState.DROPPED_TAIL):
         return True
     where = (samples.c.run == row.run, samples.c.seq == row.seq, samples.c.attempt == row.attempt)
@@ -83,14 +83,15 @@ def _reject(conn: Connection, facts: RunFacts, row: Task, ref: SampleRef, proble
 def _store(
     conn: Connection, facts: RunFacts, good: list[tuple[Task, SampleRef]], now_ms: int, result: Ingested
 ) -> None:
-    conn.execute(
-        insert(samples),
+    hot.insert_many(
+        conn,
+        "samples",
+        "run, seq, attempt, store, num_tokens, num_loss_tokens, num_bytes, worker, captured_ms, ref",
         [
-            {
-                "run": facts.run, "seq": row.seq, "attempt": row.attempt, "store": ref.store, "num_tokens": ref.num_tokens,
-                "num_loss_tokens": ref.num_loss_tokens, "num_bytes": ref.num_bytes, "worker": ref.worker_id,
-                "captured_ms": now_ms, "ref": ref.SerializeToString(),
-            }
+            (
+                facts.run, row.seq, row.attempt, ref.store, ref.num_tokens, ref.num_loss_tokens, ref.num_bytes,
+                ref.worker_id, now_ms, ref.SerializeToString(),
+            )
             for row, ref in good
         ],
     )  # fmt: skip
@@ -105,19 +106,3 @@ def _store(
         .where(runs.c.id == facts.run)
         .values(captured_tokens=runs.c.captured_tokens + sum(r.num_tokens for _, r in good))
     )
-    result.completed += _completed(conn, facts.run, {row.step for row in rows if row.step is not None})
-
-
-def _completed(conn: Connection, run: int, steps: set[int]) -> list[int]:
-    """Of these steps, the planned windows whose members are all captured again."""
-    complete = []
-    for step in sorted(steps):
-        open_members = select(func.count()).where(
-            tasks.c.run == run, tasks.c.step == step, tasks.c.state.in_([str(TaskState.READY), str(TaskState.LEASED)])
-        )
-        waiting = select(windows.c.step).where(
-            windows.c.run == run, windows.c.step == step, windows.c.state == "PLANNED", windows.c.waiting == 1
-        )
-        if conn.execute(waiting).first() is not None and conn.execute(open_members).scalar_one() == 0:
-            complete.append(step)
-    return complete

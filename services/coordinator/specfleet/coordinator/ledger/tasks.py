@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import kept, outbox
+from specfleet.coordinator.ledger import hot, kept, outbox
 from specfleet.coordinator.ledger.moves import Task, chunks, count, load_by_prompt, load_by_seq, move, record
 from specfleet.coordinator.ledger.tables import runs, task_counts, tasks, windows
 from specfleet.policies.credits import CreditGate, Held, Marks
@@ -35,13 +35,8 @@ def ingest(conn: Connection, facts: RunFacts, prompts: Sequence[tuple[int, int, 
             conn.execute(
                 insert(task_counts), [{"run": facts.run, "epoch": epoch, "state": str(s), "n": 0} for s in TaskState]
             )
-    conn.execute(
-        insert(tasks),
-        [
-            {"run": facts.run, "seq": first_seq + i, "epoch": epoch, "prompt_index": index, "num_tokens": tokens}
-            for i, (epoch, index, tokens) in enumerate(prompts)
-        ],
-    )
+    rows = [(facts.run, first_seq + i, *prompt) for i, prompt in enumerate(prompts)]
+    hot.insert_many(conn, "tasks", "run, seq, epoch, prompt_index, num_tokens", rows)
     count(conn, facts.run, Counter((epoch, str(TaskState.READY)) for epoch, _, _ in prompts))
     cursor = first_seq + len(prompts)
     conn.execute(update(runs).where(runs.c.id == facts.run).values(ingested=cursor))
@@ -92,16 +87,13 @@ def dispatch(
         now_held = Held(now_held.num_bytes + size, now_held.num_samples + 1)
         pool_free_bytes -= size
         chosen.append(row)
-    for part in chunks([row.seq for row in chosen]):
-        conn.execute(
-            update(tasks)
-            .where(tasks.c.run == facts.run, tasks.c.seq.in_(part))
-            .values(
-                attempt=tasks.c.attempt + 1,
-                dispatched_ms=now_ms,
-                reserved_bytes=tasks.c.num_tokens * facts.bytes_per_token,
-            )
+    if chosen:
+        sql = (
+            "UPDATE tasks SET attempt = attempt + 1, dispatched_ms = ?, reserved_bytes = num_tokens * ? "
+            "WHERE run = ? AND seq IN ?list"
         )
+        seqs = hot.Ids(row.seq for row in chosen)
+        hot.execute(conn, sql, now_ms, facts.bytes_per_token, facts.run, seqs)
     record(conn, chosen, str(TaskState.READY), "dispatched", attempt_delta=1)
     captured = kept.take_over(conn, facts, load_by_seq(conn, facts.run, [row.seq for row in chosen]))
     return [
@@ -198,8 +190,8 @@ def claim(
         lease_ms=deadline,
         dispatched_ms=None,
     )
-    renewed = [found[e, i].seq for (e, i, _), a in zip(attempts, answers, strict=True) if a.accepted]
-    _renew(conn, facts.run, renewed, deadline)
+    accepted = {found[e, i].seq for (e, i, _), a in zip(attempts, answers, strict=True) if a.accepted}
+    _renew(conn, facts.run, sorted(accepted - {row.seq for row in fresh}), deadline)
     return answers
 
 
@@ -208,9 +200,9 @@ def _unique(rows: Iterable[Task]) -> list[Task]:
 
 
 def _renew(conn: Connection, run: int, seqs: Sequence[int], deadline_ms: int) -> None:
-    for part in chunks(seqs):
-        where = (tasks.c.run == run, tasks.c.seq.in_(part), tasks.c.state == str(TaskState.LEASED))
-        conn.execute(update(tasks).where(*where).values(lease_ms=deadline_ms))
+    if seqs:
+        sql = "UPDATE tasks SET lease_ms = ? WHERE run = ? AND seq IN ?list AND state = ?"
+        hot.execute(conn, sql, deadline_ms, run, hot.Ids(seqs), str(TaskState.LEASED))
 
 
 def renew(

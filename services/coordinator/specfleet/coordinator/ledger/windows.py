@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, case, delete, func, insert, select, update
 
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import outbox
+from specfleet.coordinator.ledger import hot, outbox
 from specfleet.coordinator.ledger.kept import keep
-from specfleet.coordinator.ledger.moves import Task, chunks, load_by_prompt, load_by_seq, move
+from specfleet.coordinator.ledger.moves import Task, load_by_prompt, load_by_seq, move
 from specfleet.coordinator.ledger.tables import runs, samples, tasks, window_members, windows
 from specfleet.coordinator.ledger.tasks import CLEARED
 from specfleet.policies.windows import Candidate, assign, cut
@@ -61,17 +62,23 @@ def plan(conn: Connection, facts: RunFacts, now_ms: int) -> list[int]:
 
 
 def _candidates(conn: Connection, facts: RunFacts) -> tuple[list[Candidate], list[Candidate]]:
-    """Every captured task outside windows, and the first uncaptured ones (policies.windows.cut)."""
+    """Captured tasks outside windows, and the first uncaptured ones: as many as a cut looks at (policies.windows.cut)."""
+    size, flow = facts.config.global_batch, facts.config.flow
     columns = select(tasks.c.seq, tasks.c.epoch, tasks.c.arrived_us).where(
         tasks.c.run == facts.run, tasks.c.step.is_(None)
     )
-    captured = conn.execute(columns.where(tasks.c.state == str(TaskState.CAPTURED)).order_by(tasks.c.seq)).all()
+    ready = columns.where(tasks.c.state == str(TaskState.CAPTURED))
+    if flow.order == "deterministic":
+        ready = ready.order_by(tasks.c.seq).limit(size)
+    elif flow.tail == "carry":
+        ready = ready.order_by(tasks.c.arrived_us, tasks.c.seq).limit(size)
+    captured = [Candidate(row.seq, row.epoch, row.arrived_us) for row in conn.execute(ready)]
     pending: list[Candidate] = []
     for state in (TaskState.READY, TaskState.LEASED):
-        query = columns.where(tasks.c.state == str(state)).order_by(tasks.c.seq).limit(facts.config.global_batch)
+        query = columns.where(tasks.c.state == str(state)).order_by(tasks.c.seq).limit(size)
         pending += [Candidate(row.seq, row.epoch) for row in conn.execute(query)]
-    pending.sort(key=lambda candidate: candidate.seq)
-    return [Candidate(row.seq, row.epoch, row.arrived_us) for row in captured], pending[: facts.config.global_batch]
+    by_seq = attrgetter("seq")
+    return sorted(captured, key=by_seq), sorted(pending, key=by_seq)[:size]
 
 
 def _drop(conn: Connection, facts: RunFacts, seqs: Sequence[int], now_ms: int) -> None:
@@ -95,24 +102,21 @@ def _insert(
         ],
     )  # fmt: skip
     slots = assign([row.num_tokens for row in ordered], world, facts.config.trainer.batch_size)
-    conn.execute(
-        insert(window_members),
-        [
-            _member(ordered[index], generation, step, rank, micro, position)
-            for rank, batches in enumerate(slots)
-            for micro, batch in enumerate(batches)
-            for position, index in enumerate(batch)
-        ],
-    )
-    for part in chunks(seqs):
-        conn.execute(update(tasks).where(tasks.c.run == facts.run, tasks.c.seq.in_(part)).values(step=step))
+    members = [
+        _member(ordered[index], generation, step, rank, micro, position)
+        for rank, batches in enumerate(slots)
+        for micro, batch in enumerate(batches)
+        for position, index in enumerate(batch)
+    ]
+    hot.insert_many(conn, "window_members", _MEMBER, members)
+    hot.execute(conn, "UPDATE tasks SET step = ? WHERE run = ? AND seq IN ?list", step, facts.run, hot.Ids(seqs))
 
 
-def _member(row: Task, generation: int, step: int, rank: int, micro: int, position: int) -> dict[str, int]:
-    return {
-        "run": row.run, "generation": generation, "step": step, "seq": row.seq, "epoch": row.epoch,
-        "prompt_index": row.prompt_index, "attempt": row.attempt, "rank": rank, "micro": micro, "position": position,
-    }  # fmt: skip
+_MEMBER = "run, generation, step, seq, epoch, prompt_index, attempt, rank, micro, position"
+
+
+def _member(row: Task, generation: int, step: int, rank: int, micro: int, position: int) -> tuple[int, ...]:
+    return row.run, generation, step, row.seq, row.epoch, row.prompt_index, row.attempt, rank, micro, position
 
 
 def lose(
@@ -181,10 +185,8 @@ def _substitute(conn: Connection, facts: RunFacts, member: Any, release: Task | 
         first = min(captured, key=lambda c: c.arrived) if facts.config.flow.order == "arrival" else captured[0]
         row = load_by_seq(conn, facts.run, [first.seq])[0]
         conn.execute(delete(window_members).where(*key))
-        conn.execute(
-            insert(window_members),
-            [_member(row, member.generation, member.step, member.rank, member.micro, member.position)],
-        )
+        place = _member(row, member.generation, member.step, member.rank, member.micro, member.position)
+        hot.insert_many(conn, "window_members", _MEMBER, [place])
         conn.execute(update(tasks).where(tasks.c.run == row.run, tasks.c.seq == row.seq).values(step=member.step))
         if release is not None:
             conn.execute(update(tasks).where(tasks.c.run == row.run, tasks.c.seq == release.seq).values(step=None))
@@ -200,12 +202,8 @@ def _ingested(conn: Connection, facts: RunFacts, epoch: int) -> bool:
 
 
 def _members(conn: Connection, window: Any) -> list[Any]:
-    query = select(window_members).where(
-        window_members.c.run == window.run,
-        window_members.c.generation == window.generation,
-        window_members.c.step == window.step,
-    )
-    return list(conn.execute(query.order_by(window_members.c.rank, window_members.c.micro, window_members.c.position)))
+    sql = f"SELECT {_MEMBER} FROM window_members WHERE run = ? AND generation = ? AND step = ? ORDER BY rank, micro, position"
+    return list(hot.execute(conn, sql, window.run, window.generation, window.step))
 
 
 def _complete(conn: Connection, facts: RunFacts, window: Any) -> bool:
@@ -213,20 +211,9 @@ def _complete(conn: Connection, facts: RunFacts, window: Any) -> bool:
     rows = load_by_seq(conn, facts.run, [m.seq for m in members])
     if any(row.state != TaskState.CAPTURED or row.step != window.step for row in rows):
         return False
-    if rows:
-        conn.execute(
-            _ATTEMPT,
-            [
-                {
-                    "b_run": row.run,
-                    "b_gen": window.generation,
-                    "b_step": window.step,
-                    "b_seq": row.seq,
-                    "b_attempt": row.attempt,
-                }
-                for row in rows
-            ],
-        )
+    sql = "UPDATE window_members SET attempt = ? WHERE run = ? AND generation = ? AND step = ? AND seq = ?"
+    key = (window.run, window.generation, window.step)
+    hot.execute_many(conn, sql, [(row.attempt, *key, row.seq) for row in rows])
     conn.execute(
         update(windows)
         .where(windows.c.run == window.run, windows.c.generation == window.generation, windows.c.step == window.step)
@@ -238,18 +225,6 @@ def _complete(conn: Connection, facts: RunFacts, window: Any) -> bool:
         )
     )
     return True
-
-
-_ATTEMPT = (
-    update(window_members)
-    .where(
-        window_members.c.run == bindparam("b_run"),
-        window_members.c.generation == bindparam("b_gen"),
-        window_members.c.step == bindparam("b_step"),
-        window_members.c.seq == bindparam("b_seq"),
-    )
-    .values(attempt=bindparam("b_attempt"))
-)
 
 
 def train(conn: Connection, facts: RunFacts, window: Any, now_ms: int) -> int:
