@@ -105,9 +105,26 @@ def test_acceptance_metrics_are_those_of_the_definition() -> None:
     assert float(metrics["tau_prob"][0] / metrics["tau_prob"][1]) == pytest.approx(float(tau), rel=1e-5)
 
 
-def test_three_guesses_accepted_with_probability_point_eight() -> None:
-    """α = .8 thrice and independently: 1 + .8 + .64 + .512 = 2.952 tokens per round."""
-    assert float(1 + torch.full((3,), 0.8, dtype=F64).cumprod(0).sum()) == pytest.approx(2.952)
+def test_three_guesses_accepted_with_probability_point_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """α = .8 at each of three steps: a full rollout is worth 1 + .8 + .64 + .512 = 2.952 tokens.
+
+    The target says [.5, .3, .15, .05] everywhere, the draft knows the first two of these tokens and imitates them.
+    """
+    draft = tiny_draft(dtype=F64, draft_vocab_size=2)
+    head = torch.zeros(384, 32, dtype=F64)
+    head[:, 0] = -100.0
+    head[[0, 192, 1, 2], 0] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=F64).log()  # draft ids 0, 1 are 0 and 192
+    strategy = tiny_strategy(draft, torch.zeros(384, 32, dtype=F64), head, ttt_length=3)
+    monkeypatch.setattr(draft, "head_input", torch.ones_like)
+    with torch.no_grad():
+        draft.lm_head.weight.copy_(torch.tensor([[0.625], [0.375]], dtype=F64).log().expand(2, 32) / 32)
+    sample = random_samples([40], dtype=F64)[0]
+    sample["final_state"] = torch.eye(32, dtype=F64)[:1].expand(40, 32)
+    metrics = strategy.objective(strategy.prepare(strategy.collate([sample]))).metrics
+    ratio = {name: float(numerator / denominator) for name, (numerator, denominator) in metrics.items()}
+    assert [ratio[f"alpha_{step}"] for step in range(3)] == pytest.approx([0.8] * 3)
+    rows = 36.0  # of which the last one has no second guess inside the text, the last two no third
+    assert ratio["tau_prob"] == pytest.approx(2.952 - (0.64 + 2 * 0.512) / rows)
 
 
 # --- the target's head ------------------------------------------------------------------------------------------------

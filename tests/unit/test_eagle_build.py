@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ConfigError
@@ -14,6 +15,7 @@ from specfleet.drafts.export import export_draft
 from specfleet.drafts.peagle import PEagleDraft
 from specfleet.target.facts import build_contract, read_target_facts
 from specfleet.target.hf import HFTarget
+from specfleet.target.weights import load_raw_head
 from specfleet.trainer.strategies.base import Strategy
 from specfleet.trainer.strategies.table import build_strategy
 
@@ -152,3 +154,17 @@ def test_a_contract_without_final_states_is_refused(tiny_target: Path, prompt_se
     contract.final_state = "none"
     with pytest.raises(ConfigError, match="needs final_state post_norm"):
         build_strategy(config, contract, tiny_target, prompt_set, 20, torch.device("cpu"), torch.float32)
+
+
+def test_padding_rows_of_the_head_never_win(tiny_target: Path, prompt_set: PromptSet, tmp_path: Path) -> None:
+    """A checkpoint padded to 400 rows, the padding larger than everything: the teacher is that of 384 rows."""
+    for file in tiny_target.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = load_raw_head(tiny_target)
+    padded = torch.cat((raw, torch.full((16, 32), 50.0)))
+    save_file({"model.embed_tokens.weight": padded, "lm_head.weight": padded.clone()}, tmp_path / "model.safetensors")
+    plain, wide = (_build(target, prompt_set, draft_vocab_size=96) for target in (tiny_target, tmp_path))
+    assert _step(wide, tiny_target) == pytest.approx(_step(plain, tiny_target), rel=1e-6)
+    peagle = _build(tmp_path, prompt_set, name="peagle", draft_vocab_size=96, mask_token_id=383).draft
+    assert peagle.get_parameter("embed_tokens.weight").shape == (384, 32)
