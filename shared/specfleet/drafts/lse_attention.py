@@ -16,39 +16,43 @@ Extra = tuple[torch.Tensor, ...]
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, Extra]:
-    """Output, log-sum-exp, extra. bias: additive [B, heads, rows, keys] in q's dtype (see `bias_like`); None: all see all.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor | None = None, *,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, Extra]:  # fmt: skip
+    """Output, log-sum-exp, extra. bias: additive [B, heads, rows, keys] in q's dtype (see `bias_like`); None: all see all,
+    or with `causal` (as many rows as keys then) what stands at or before them.
 
     A row whose bias hides every key has no defined result.
     """
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         return out, lse, ()
     if bias is None and _flash_fits(q):
-        result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return result[0], result[1], (result[6], result[7])
-    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )
     return out, lse[..., : q.shape[2]], (seed, offset)
 
 
 def attention_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    scale: float, extra: Extra, bias: torch.Tensor | None = None,
+    scale: float, extra: Extra, bias: torch.Tensor | None = None, *, causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k, v. out and lse: those of the whole softmax this part belongs to."""
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     if bias is None and _flash_fits(q):
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, False, *extra, scale=scale
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *extra, scale=scale
         )
     # This kernel wants log-sum-exps padded to whole blocks of 32 rows.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
     return _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, bias, out, padded, *extra, 0.0, [True, True, True, False], False, scale=scale
+        grad, q, k, v, bias, out, padded, *extra, 0.0, [True, True, True, False], causal, scale=scale
     )[:3]
 
 

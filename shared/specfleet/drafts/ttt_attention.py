@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_aten = torch.ops.aten
+from specfleet.drafts.lse_attention import attention_backward, attention_forward
 
 
 def ttt_attention(
@@ -44,7 +44,7 @@ class _TttAttention(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         scale = q.shape[-1] ** -0.5
         q_pad = _scatter(q, rows, k0)
-        out, lse, extra = _prefix_forward(q_pad, k0, v0, scale)
+        out, lse, extra = attention_forward(q_pad, k0, v0, scale, causal=True)
         if keys is None or values is None:
             ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, *extra)
             ctx.diagonal = False
@@ -70,7 +70,9 @@ class _TttAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         scale = q_pad.shape[-1] ** -0.5
         extra = rest[3:] if ctx.diagonal else rest
-        dq_pad, dk0, dv0 = _prefix_backward(_scatter(grad, rows, k0), q_pad, k0, v0, out, lse, scale, extra)
+        dq_pad, dk0, dv0 = attention_backward(
+            _scatter(grad, rows, k0), q_pad, k0, v0, out, lse, scale, tuple(extra), causal=True
+        )
         dq = _gather(dq_pad, rows)
         if not ctx.diagonal:
             return dq, dk0, dv0, None, None, None
@@ -112,41 +114,3 @@ def _scatter(x_RNd: torch.Tensor, rows_R: torch.Tensor, like_BNTd: torch.Tensor)
 
 def _gather(x_BNTd: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
     return x_BNTd.transpose(1, 2).reshape(-1, x_BNTd.shape[1], x_BNTd.shape[3])[rows_R]
-
-
-def _prefix_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Causal attention with its log-sum-exp [B, n_q, T]; the third part is what the matching backward kernel wants."""
-    if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        return out, lse, ()
-    if _flash_fits(q):
-        result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-        return result[0], result[1], (result[6], result[7])
-    out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)
-    return out, lse[..., : q.shape[2]], (seed, offset)
-
-
-def _prefix_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    scale: float, extra: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True, scale=scale
-        )
-    length = q.shape[2]
-    if _flash_fits(q):
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, length, length, 0.0, True, *extra, scale=scale
-        )
-    # This kernel wants log-sum-exps padded to whole blocks of 32 rows.
-    padded = torch.nn.functional.pad(lse, (0, -length % 32), value=torch.inf)
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, padded, *extra, 0.0, [True, True, True, False], True, scale=scale
-    )[:3]
-
-
-def _flash_fits(q: torch.Tensor) -> bool:
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
