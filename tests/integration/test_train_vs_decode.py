@@ -3,13 +3,12 @@
 And on the tiny target: a draft that overfits one greedy answer is accepted to the last guess.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
 from fixtures.eagle3 import LAYERS, tiny_draft, tiny_strategy
+
 from specfleet.config.features import eagle3_layers
 from specfleet.contracts.errors import HostError
 from specfleet.data.demo import demo_target_dir
@@ -24,13 +23,13 @@ STEPS = 7
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[HFTarget]:
+def target() -> HFTarget:
     """SmolLM2-135M-Instruct in fp32."""
     try:
         path = demo_target_dir()
     except HostError as error:
         pytest.skip(f"the demo target is not available: {error}")
-    yield HFTarget.load(path, eagle3_layers(30), dtype="float32", final_state="none")
+    return HFTarget.load(path, eagle3_layers(30), dtype="float32", final_state="none")
 
 
 @pytest.fixture(scope="module")

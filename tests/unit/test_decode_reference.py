@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from fixtures.eagle3 import LAYERS, tiny_draft, tiny_strategy
+
 from specfleet.contracts.errors import DataError
 from specfleet.drafts.acceptance import (
     Acceptance,

@@ -10,9 +10,7 @@ def _live(mask: list[int], steps: int, align: MaskAlign, step: int) -> set[int]:
     return set(supervised(torch.tensor(mask), steps, align)[step].nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize(
-    ("align", "expected"), [("compat", {2, 3, 4}), ("input", {1, 2, 3, 4}), ("strict", {1, 2, 3})]
-)
+@pytest.mark.parametrize(("align", "expected"), [("compat", {2, 3, 4}), ("input", {1, 2, 3, 4}), ("strict", {1, 2, 3})])
 def test_first_step_rows(align: MaskAlign, expected: set[int]) -> None:
     assert _live([0, 0, 1, 1, 1, 1], 1, align, 0) == expected
 

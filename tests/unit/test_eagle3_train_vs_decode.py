@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from fixtures.eagle3 import LAYERS, tiny_draft
+
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.target.hf import HFTarget
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.eagle3 import tiny_draft
 from safetensors.torch import load_file, save_file
 
-from fixtures.eagle3 import tiny_draft
 from specfleet.config.features import eagle3_layers
 from specfleet.contracts.errors import ContractError, DataError, ExportError
 from specfleet.drafts.checkpoint import load_draft_checkpoint
@@ -196,7 +196,9 @@ def test_weights_hash_depends_on_every_byte_name_shape_and_dtype() -> None:
 
 
 def test_model_card(tmp_path: Path) -> None:
-    exported = export_draft(tiny_draft(), "sglang", tmp_path / "out", facts={"prompt set": "abc123", "contract": "def456"})
+    exported = export_draft(
+        tiny_draft(), "sglang", tmp_path / "out", facts={"prompt set": "abc123", "contract": "def456"}
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     for part in ("abc123", "def456", exported.weights_hash, "Not measured yet"):
         assert part in card

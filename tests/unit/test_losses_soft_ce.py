@@ -48,7 +48,9 @@ def test_a_dead_row_contributes_nothing_even_with_nan() -> None:
     assert loss.isfinite()
 
 
-def _random(dtype: torch.dtype, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor, Teacher, torch.Tensor, torch.Tensor]:
+def _random(
+    dtype: torch.dtype, rows: int = 7
+) -> tuple[torch.Tensor, torch.Tensor, Teacher, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
     weight = torch.randn(6, 5, generator=generator, dtype=torch.float64)

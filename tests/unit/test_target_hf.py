@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from fixtures.eagle3 import LAYERS
 from fixtures.tiny import make_tiny_target
+from safetensors.torch import load_file, save_file
+
 from specfleet.contracts.errors import CaptureItemError, ConfigError, ContractError, DataError
 from specfleet.target.dtypes import compute_dtype
 from specfleet.target.hf import HFTarget

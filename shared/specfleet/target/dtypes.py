@@ -11,6 +11,10 @@ def compute_dtype(dtype: torch.dtype, device: str | torch.device) -> torch.dtype
     A CPU without bfloat16 instructions emulates a 16-bit GEMM several times slower than it runs a float32 one (8× on an
     AVX2 machine), so there the arithmetic is float32 and only results are rounded to `dtype`.
     """
-    if torch.device(device).type == "cpu" and dtype != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if (
+        torch.device(device).type == "cpu"
+        and dtype != torch.float32
+        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return torch.float32
     return dtype
