@@ -38,13 +38,14 @@ from specfleet.trainer.strategies.table import build_strategy
 
 # name → (strategy section, learning rate, clip, warmup, guesses per round). Peers' settings where they are known.
 EAGLE = "draft_vocab_size: 16384, ttt_length: 7"
-BLOCK = "num_layers: 5, num_anchors: 256"
+# SmolLM2 has no mask token and no unused embedding row: id 16 is reserved and never occurs in the data.
+BLOCK = "num_layers: 5, num_anchors: 256, mask_token_id: 16"
 CASES: dict[str, tuple[str, float, float, float, int]] = {
     "eagle3": (f"name: eagle3, {EAGLE}", 1e-3, 0.5, 0.015, 5),
     "eagle3-seed43": (f"name: eagle3, {EAGLE}", 1e-3, 0.5, 0.015, 5),
     "eagle3.1": (f"name: eagle3, {EAGLE}, fc_norm: true, norm_output: true", 1e-3, 0.5, 0.015, 5),
     "eagle3-lk": (f"name: eagle3, {EAGLE}, lk: lambda", 1e-3, 0.5, 0.015, 5),
-    "peagle": ("name: peagle, draft_vocab_size: 16384, num_layers: 4, num_depths: 5", 6e-4, 1.0, 0.04, 5),
+    "peagle": ("name: peagle, draft_vocab_size: 16384, num_layers: 4, num_depths: 5, mask_token_id: 16", 6e-4, 1.0, 0.04, 5),
     "dflash": (f"name: dflash, block_size: 8, loss_decay: 4.0, {BLOCK}", 6e-4, 1.0, 0.04, 7),
     "dflash-dpace": (f"name: dflash, block_size: 8, loss: dpace, {BLOCK}", 6e-4, 1.0, 0.04, 7),
     "domino": (f"name: domino, block_size: 8, loss_decay: 4.0, {BLOCK}", 6e-4, 1.0, 0.04, 7),
