@@ -19,5 +19,5 @@ def collate(
     decay = slot_decay(plan.block_size, 0 if plan.sample_from_anchor else 1, gamma)
     batch["weights"] = decay[batch["rows"] % plan.block_size]
     per_sequence = section.loss != "ce" and section.dpace_norm == "sequence"
-    batch["denominator"] = batch["num_sequences"].float() if per_sequence else batch["weights"].sum()
+    batch["denominator"] = batch["num_sequences"].float() if per_sequence else batch["weights"].double().sum().float()
     return batch
