@@ -11,6 +11,7 @@ from specfleet.config.features import feature_request
 from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ConfigError
 from specfleet.data.cache import sha256_file
+from specfleet.target.text_config import logits_scale, text_config_of
 from specfleet.wire.records_pb2 import CaptureContract
 
 # Everything that decides which ids a text becomes. The first group holds the vocabulary: one of them must be there.
@@ -84,7 +85,11 @@ def read_text_facts(path: str | Path) -> TextFacts:
 
 
 def build_contract(run_config: RunConfig, facts: TargetFacts) -> CaptureContract:
-    """What capture must produce for this run on this target. Raises ConfigError SF-CONFIG-LAYERS."""
+    """What capture must produce for this run on this target.
+
+    Raises ConfigError SF-CONFIG-LAYERS, DataError SF-TARGET-LOGITS for a target whose logits no head reproduces.
+    """
+    logits_scale(facts.text_config)
     request = feature_request(run_config.strategy, facts.num_hidden_layers)
     return CaptureContract(
         target=str(facts.path),
@@ -170,9 +175,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """config.json, its language model part, and generation_config.json ({} when absent)."""
     config = _read_config(directory)
-    text = config.get("text_config")
     generation = directory / "generation_config.json"
-    return config, text if isinstance(text, dict) else config, _read_json(generation) if generation.is_file() else {}
+    return config, text_config_of(config, directory), _read_json(generation) if generation.is_file() else {}
 
 
 def _stop_ids(config: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

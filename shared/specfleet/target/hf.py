@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from specfleet.contracts.errors import CaptureItemError, ConfigError, ContractError
 from specfleet.target.dtypes import DTYPES, compute_dtype
-from specfleet.target.weights import logits_scale
+from specfleet.target.text_config import logits_scale
 
 if TYPE_CHECKING:
     from specfleet.target.facts import TargetFacts
 
 # Rows of the full-vocabulary head computed at once for the teacher extras: 512 rows × 150k logits in fp32 is 300 MB.
 _TEACHER_ROWS = 512
+
+
+# Layers that a plain key-value cache replaces.
+_CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class _StopForward(Exception):
@@ -124,7 +128,20 @@ class HFTarget:
         return logits, aux[0], final[0]
 
     def new_cache(self) -> Cache:
-        return DynamicCache(config=self.model.config.get_text_config())
+        """Keeps every position: a cache that forgets what slid out of a window cannot be cropped back into it. The masks of
+        sliding layers come from the configuration, not from what is cached.
+
+        Raises ConfigError SF-TARGET-CACHE when some layer keeps a state that cannot be rewound.
+        """
+        layers = DynamicCache(config=self.model.config.get_text_config()).layers
+        strange = sorted({type(layer).__name__ for layer in layers if type(layer) not in _CROPPABLE})
+        if strange:
+            raise ConfigError(
+                "SF-TARGET-CACHE",
+                f"{self.path} has layers whose state cannot be rewound to an earlier position ({', '.join(strange)}), so "
+                "rejected drafts could not be taken back: capture works, reference decoding on transformers does not",
+            )
+        return DynamicCache()
 
     @staticmethod
     def crop(cache: Cache, length: int) -> None:

@@ -5,7 +5,6 @@ Some targets scale between the final norm and the logits (muP and its relatives)
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from specfleet.contracts.errors import DataError
+from specfleet.target.text_config import logits_scale, text_config_of
 
 # Last parts of the names under which the architectures of the field store these two matrices.
 _EMBEDDING_NAMES = (
@@ -26,7 +26,7 @@ _HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
 def read_text_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint; for multimodal targets the text model's section.
+    """config.json of a checkpoint; for multimodal targets the text model's section (`text_config_of`).
 
     Raises DataError SF-TARGET-MISSING or SF-TARGET-CONFIG.
     """
@@ -39,11 +39,7 @@ def read_text_config(path: str | Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise DataError("SF-TARGET-CONFIG", f"{file} cannot be read: {error}") from error
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        inherited = {key: config[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype") if key in config}
-        return {**inherited, **text}
-    return config
+    return text_config_of(config, Path(path))
 
 
 def load_embedding(path: str | Path) -> torch.Tensor:
@@ -82,26 +78,6 @@ def load_raw_head(path: str | Path) -> torch.Tensor:
             )
         return load_embedding(path)
     return _load(files, _pick(files, _HEAD_NAMES, "output head", path), path)
-
-
-def logits_scale(text_config: Mapping[str, Any]) -> float:
-    """The factor between head · (post-norm state) and the target's logits.
-
-    Granite divides logits by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`, MiniCPM
-    divides states by hidden_size / `dim_model_base`. Raises DataError SF-TARGET-LOGITS for capped logits, which no factor
-    reproduces.
-    """
-    if text_config.get("final_logit_softcapping"):
-        raise DataError(
-            "SF-TARGET-LOGITS",
-            f"the target caps its logits (final_logit_softcapping {text_config['final_logit_softcapping']}), so they cannot be "
-            "recomputed as head · state; such targets are not supported",
-        )
-    scale = float(text_config.get("logit_scale") or 1.0) * float(text_config.get("lm_head_multiplier") or 1.0)
-    scale /= float(text_config.get("logits_scaling") or 1.0)
-    if text_config.get("dim_model_base"):
-        scale *= float(text_config["dim_model_base"]) / float(text_config["hidden_size"])
-    return scale
 
 
 def _matches(name: str, endings: tuple[str, ...]) -> bool:
