@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
 from fixtures.blocks import random_features
+
 from specfleet.trainer.strategies.anchors import contiguous_mask, sample_anchors, slot_decay, slot_labels
 from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks
 from specfleet.trainer.strategies.draws import position_draws, visit_seeds
@@ -109,7 +109,9 @@ def test_a_batch_holds_only_what_is_used() -> None:
     assert batch["counts"].tolist() == [3, 0, 1]
     assert int(batch["anchors"][3]) == 1
     # Context ends before the last anchor of each sample: its own state is not known when the block is drafted.
-    assert torch.equal(batch["context_states"], torch.cat((features[0]["aux_states"][:last], features[2]["aux_states"][:1])))
+    assert torch.equal(
+        batch["context_states"], torch.cat((features[0]["aux_states"][:last], features[2]["aux_states"][:1]))
+    )
     assert batch["context_positions"].tolist() == [*range(last), 0]
     assert batch["spans"].tolist() == [[0, 3, 0, int(first[0]), last], [3, 4, last, 1, 1]]
     assert batch["block_bounds"].tolist() == [0, 2, 4]

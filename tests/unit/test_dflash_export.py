@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.blocks import tiny_dflash
 from safetensors.torch import load_file, save_file
 
-from fixtures.blocks import tiny_dflash
 from specfleet.contracts.errors import ConfigError, ExportError
 from specfleet.drafts.dflash import DFlashDraft
 from specfleet.drafts.export import export_draft, load_export
@@ -60,7 +60,8 @@ def test_vllm_config_and_optional_embedding(tmp_path: Path) -> None:
     # Unlike EAGLE's top-level field these are outputs of layers for vLLM too, which adds one itself.
     assert config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}
     assert config["target_hidden_size"] == 32
-    assert config["use_sliding_window"] is False and config["sliding_window"] is None
+    assert config["use_sliding_window"] is False
+    assert config["sliding_window"] is None
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
     assert load_export(tmp_path).config == draft.config
 

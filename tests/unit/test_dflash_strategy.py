@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from fixtures.blocks import MASK, frozen_matrices, random_features, tiny_dflash
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
+
 from specfleet.config.features import dflash_layers
 from specfleet.config.models import DFlashSection
 from specfleet.trainer.strategies.dflash import DFlashStrategy
@@ -17,7 +17,9 @@ LOSSES = ["ce", "dpace", "dpace_cumulative", "dpace_continuation"]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
-def _strategy(dtype: torch.dtype = torch.float64, draft: dict[str, Any] | None = None, **section: Any) -> DFlashStrategy:
+def _strategy(
+    dtype: torch.dtype = torch.float64, draft: dict[str, Any] | None = None, **section: Any
+) -> DFlashStrategy:
     model = tiny_dflash(dtype=dtype, **(draft or {}))
     values = {"name": "dflash", "block_size": model.config.block_size, "loss_decay": 2.0, **section}
     return DFlashStrategy(DFlashSection(**values), model, *frozen_matrices(dtype), seed=3)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.blocks import LAYERS, MASK, tiny_dflash
 from safetensors.torch import save_file
 
-from fixtures.blocks import LAYERS, MASK, tiny_dflash
 from specfleet.config.models import DFlashSection
 from specfleet.drafts.acceptance import TextRow, offline_acceptance, walk_drafter
 from specfleet.drafts.block import BlockDrafter
@@ -86,7 +86,10 @@ def test_training_logits_equal_decoding_logits(target: HFTarget, changes: dict[s
 
 def test_the_test_can_fail(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that sees one state too few, as if the context ended before the anchor's neighbour, is noticed."""
-    draft, texts = tiny_dflash(seed=1), [torch.randint(0, 384, (14,), generator=torch.Generator().manual_seed(2)).tolist()]
+    draft, texts = (
+        tiny_dflash(seed=1),
+        [torch.randint(0, 384, (14,), generator=torch.Generator().manual_seed(2)).tolist()],
+    )
     assert largest_gap(draft, target, texts) < 1e-4
     block = BlockDrafter.block
 

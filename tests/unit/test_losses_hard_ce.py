@@ -1,5 +1,7 @@
 """Hard cross entropy through a frozen head, and the D-PACE weights, against numbers worked out by hand."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +14,12 @@ def _case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tenso
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(7, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head = torch.randn(11, 5, generator=generator, dtype=torch.float64).to(dtype)
-    return x, head, torch.randint(0, 11, (7,), generator=generator), torch.rand(7, generator=generator, dtype=torch.float64)
+    return (
+        x,
+        head,
+        torch.randint(0, 11, (7,), generator=generator),
+        torch.rand(7, generator=generator, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("bounds", [[0, 7], [0, 1, 1, 4, 7], list(range(8))])
@@ -45,7 +52,8 @@ def test_large_logits_do_not_overflow() -> None:
     loss, losses, _ = hard_ce_head(x, torch.eye(2), torch.tensor([1]), torch.ones(1), [0, 1])
     loss.backward()
     assert float(losses) == pytest.approx(2e4)
-    assert x.grad is not None and x.grad.tolist() == [[1.0, -1.0]]
+    assert x.grad is not None
+    assert x.grad.tolist() == [[1.0, -1.0]]
 
 
 def test_decayed_loss_of_the_specification() -> None:
@@ -113,7 +121,7 @@ def test_dpace_rows_match_whole_blocks(chunk_blocks: int) -> None:
     expected = dpace_weights(confidence, valid, 0.5, "dpace")[valid]
     found = [
         weigh(losses[start:stop], slice(start, stop))
-        for start, stop in zip(row_bounds, row_bounds[1:], strict=False)
+        for start, stop in itertools.pairwise(row_bounds)
         if start < stop
     ]
     torch.testing.assert_close(torch.cat(found), expected)

@@ -18,7 +18,9 @@ def _target(path: Path, vocab_size: int = 12, **tokenizer: Any) -> Path:
     )
     vocabulary = {f"t{index}": index for index in range(10)}
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
-    (path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "t1", "eos_token": {"content": "t0"}, **tokenizer}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "t1", "eos_token": {"content": "t0"}, **tokenizer})
+    )
     return path
 
 

@@ -114,7 +114,11 @@ class NormedAttention(GroupedQueryProjections):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(
-            config.hidden_size, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            config.hidden_size,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -161,7 +165,12 @@ class BlockDraft(Draft):
 
     @abstractmethod
     def guess(
-        self, hidden_NGH: torch.Tensor, anchor_ids_N: torch.Tensor, embedding_VH: torch.Tensor, head_VH: torch.Tensor, k: int
+        self,
+        hidden_NGH: torch.Tensor,
+        anchor_ids_N: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        k: int,
     ) -> torch.Tensor:
         """Greedy proposals [N, min(k, num_guesses)] for the tokens after each anchor, from the backbone's output."""
 
@@ -169,9 +178,7 @@ class BlockDraft(Draft):
     def max_draft_tokens(self) -> int:
         return self.config.num_guesses
 
-    def context(
-        self, aux_SK: torch.Tensor, positions_S: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def context(self, aux_SK: torch.Tensor, positions_S: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Target states [S, K·H] → per layer the context's keys (rotated) and values, [S, n_kv, d] each."""
         dtype = self.fc.weight.dtype
         feature = self.hidden_norm(self.fc(aux_SK.to(dtype)))
@@ -251,7 +258,9 @@ class BlockDraft(Draft):
 
     def _need_head(self, head_VH: torch.Tensor | None) -> torch.Tensor:
         if head_VH is None:
-            raise ConfigError("SF-DRAFT-HEAD", f"a {self.kind} draft guesses with the target's output head; none was given")
+            raise ConfigError(
+                "SF-DRAFT-HEAD", f"a {self.kind} draft guesses with the target's output head; none was given"
+            )
         return head_VH
 
 

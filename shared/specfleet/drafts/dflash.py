@@ -16,7 +16,12 @@ class DFlashDraft(BlockDraft):
         return cls(BlockConfig.from_dict(config))
 
     def guess(
-        self, hidden_NGH: torch.Tensor, anchor_ids_N: torch.Tensor, embedding_VH: torch.Tensor, head_VH: torch.Tensor, k: int
+        self,
+        hidden_NGH: torch.Tensor,
+        anchor_ids_N: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        k: int,
     ) -> torch.Tensor:
         first = self.config.first_slot
         slots = hidden_NGH[:, first : first + k]

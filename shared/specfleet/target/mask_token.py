@@ -23,7 +23,11 @@ def resolve_mask_token(target_dir: str | Path, explicit: int | None = None, draf
     tokens = _token_ids(directory)
     special = _special_ids(directory, tokens)
     own = special.get("mask_token")
-    for value, origin in ((explicit, "strategy.mask_token_id"), (draft, "the starting draft's mask_token_id"), (own, "its mask token")):
+    for value, origin in (
+        (explicit, "strategy.mask_token_id"),
+        (draft, "the starting draft's mask_token_id"),
+        (own, "its mask token"),
+    ):
         if value is not None:
             return _checked(value, origin, facts, special, directory)
     free = _first_unused(set(tokens.values()), facts.vocab_size)
@@ -50,8 +54,9 @@ def _checked(value: int, origin: str, facts: TextFacts, special: dict[str, int],
         reason = f"not the tokenizer's mask token {special['mask_token']}, and SGLang refuses to serve such a draft"
     if reason:
         raise ConfigError(
-            "SF-CONFIG-MASK-TOKEN", f"{directory}: {value} ({origin}) cannot be the mask token: it is {reason}. "
-            "Set strategy.mask_token_id to a token that never occurs in the data"
+            "SF-CONFIG-MASK-TOKEN",
+            f"{directory}: {value} ({origin}) cannot be the mask token: it is {reason}. "
+            "Set strategy.mask_token_id to a token that never occurs in the data",
         )
     return value
 

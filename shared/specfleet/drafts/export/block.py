@@ -55,7 +55,8 @@ def parse_backbone(config: Mapping[str, Any]) -> dict[str, Any]:
         value = nested.get(name, config.get(name))
         if value is None:
             raise ExportError(
-                "SF-EXPORT-UNKNOWN", f"a block draft's config.json must name {name}, in dflash_config or at the top level"
+                "SF-EXPORT-UNKNOWN",
+                f"a block draft's config.json must name {name}, in dflash_config or at the top level",
             )
         return value
 

@@ -24,7 +24,8 @@ def _is_dflash(config: Mapping[str, Any]) -> bool:
 def _describe(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     if config.sample_from_anchor:
         raise ExportError(
-            "SF-EXPORT-LAYOUT", "engines serve DFlash drafts whose slots predict their own position; this one predicts the next"
+            "SF-EXPORT-LAYOUT",
+            "engines serve DFlash drafts whose slots predict their own position; this one predicts the next",
         )
     return describe_backbone(config, dtype, _ARCHITECTURE)
 

@@ -16,7 +16,9 @@ from specfleet.trainer.strategies.anchors import sample_anchors, slot_labels
 from specfleet.trainer.strategies.draws import position_draws, visit_seeds
 
 # Read on the host while kernels are launched; anything else goes to the device.
-ON_HOST = frozenset({"spans", "row_bounds", "teacher_bounds", "block_bounds", "counts", "num_tokens", "num_loss_tokens"})
+ON_HOST = frozenset(
+    {"spans", "row_bounds", "teacher_bounds", "block_bounds", "counts", "num_tokens", "num_loss_tokens"}
+)
 
 
 @dataclass(frozen=True)

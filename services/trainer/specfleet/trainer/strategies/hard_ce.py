@@ -5,6 +5,7 @@ one pass through the head, no recomputation, and no more than one chunk of logit
 the gradient of its input exists.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class _HardCeHead(torch.autograd.Function):
         losses = torch.zeros(x.shape[0], dtype=wide, device=x.device)
         best = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             if start == stop:
                 continue
             rows = slice(start, stop)

@@ -20,9 +20,7 @@ TERM = "ce"
 Loss = Literal["ce", "dpace", "dpace_cumulative", "dpace_continuation"]
 
 
-def dpace_weights(
-    confidence_NG: torch.Tensor, valid_NG: torch.Tensor, alpha: float, loss: Loss
-) -> torch.Tensor:
+def dpace_weights(confidence_NG: torch.Tensor, valid_NG: torch.Tensor, alpha: float, loss: Loss) -> torch.Tensor:
     """[N, G], zero where not valid. With P_j = Π_{u≤j} s_u (s = 1 on slots that are not valid) and W_j = Σ_{u≥j valid} P_u:
 
     dpace: W_j · dpace_cumulative: P_j · dpace_continuation: W_j / P_j.
@@ -44,7 +42,12 @@ def dpace_weights(
 
 
 def dpace_rows(
-    rows_R: torch.Tensor, row_bounds: Sequence[int], block_bounds: Sequence[int], block_size: int, alpha: float, loss: Loss
+    rows_R: torch.Tensor,
+    row_bounds: Sequence[int],
+    block_bounds: Sequence[int],
+    block_size: int,
+    alpha: float,
+    loss: Loss,
 ) -> RowWeights:
     """Row weights for `hard_ce_head`. Chunks hold whole blocks, so each chunk knows all confidences its weights need."""
     # Of chunks that begin at the same row only the last has any.

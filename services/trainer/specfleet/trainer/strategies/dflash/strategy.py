@@ -24,7 +24,12 @@ class DFlashStrategy(Strategy):
     """One term: the weighted mean of the slots' cross entropies (D-PACE: a sum per supervised slot or per sequence)."""
 
     def __init__(
-        self, section: DFlashSection, draft: DFlashDraft, embedding_VH: torch.Tensor, head_VH: torch.Tensor, seed: int = 0
+        self,
+        section: DFlashSection,
+        draft: DFlashDraft,
+        embedding_VH: torch.Tensor,
+        head_VH: torch.Tensor,
+        seed: int = 0,
     ) -> None:
         self.draft = draft
         self.term_weights = {TERM: 1.0}
@@ -47,9 +52,7 @@ class DFlashStrategy(Strategy):
 
     def objective(self, prepared: Prepared) -> Objective:
         section = self._section
-        return dflash_objective(
-            self.draft, self._embedding, self._head, prepared, section.loss, section.dpace_alpha
-        )
+        return dflash_objective(self.draft, self._embedding, self._head, prepared, section.loss, section.dpace_alpha)
 
     def identity(self) -> dict[str, str]:
         section = self._section
