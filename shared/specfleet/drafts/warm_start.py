@@ -178,7 +178,9 @@ def _trained_by_v030(stated: Mapping[str, Any]) -> bool:
 
 def _stated_layers(stated: Mapping[str, Any]) -> list[int] | None:
     """As "output of layer k", or None when the config leaves the default to the engine."""
-    nested = (stated.get("eagle_config") or {}).get(_LAYER_IDS)
+    nested = (stated.get("eagle_config") or {}).get(
+        _LAYER_IDS, (stated.get("dflash_config") or {}).get("target_layer_ids")
+    )
     if nested is not None:
         return list(nested)
     top = stated.get(_LAYER_IDS)

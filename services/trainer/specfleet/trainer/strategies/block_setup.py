@@ -8,6 +8,7 @@ import torch
 from specfleet.config.models import DFlashSection, DominoSection, DSparkSection
 from specfleet.drafts.block import BlockConfig
 from specfleet.drafts.sizes import decoder_sizes
+from specfleet.drafts.warm_start import stated_mask_token
 from specfleet.target.mask_token import resolve_mask_token
 from specfleet.target.weights import load_embedding, load_head, read_text_config
 from specfleet.trainer.strategies.block_batch import ON_HOST, BlockPlan
@@ -32,7 +33,7 @@ def backbone_config(
         "num_layers": count,
         "block_size": section.block_size,
         "layer_ids": list(contract.layers),
-        "mask_token_id": resolve_mask_token(target_dir, section.mask_token_id),
+        "mask_token_id": resolve_mask_token(target_dir, section.mask_token_id, stated_mask_token(section.init_from)),
         "num_target_layers": contract.num_hidden_layers,
         "layer_types": (["sliding_attention"] * sliding + ["full_attention"] * (count - sliding)) if sliding else [],
         "sliding_window": section.sliding_window,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class DFlashStrategy(Strategy):
     """One term: the weighted mean of the slots' cross entropies (D-PACE: a sum per supervised slot or per sequence)."""
 
+    draft: DFlashDraft
+
     def __init__(
         self,
         section: DFlashSection,
