@@ -36,7 +36,11 @@ CHECKPOINT_EVERY = 20
 
 async def prepare(ledger: Ledger, count: int) -> RunFacts:
     facts = await new_run(
-        ledger, "bench", count, trainer={"world": 1, "batch_size": WINDOW}, flow={"high_samples": 4096, "low_samples": 2048}
+        ledger,
+        "bench",
+        count,
+        trainer={"world": 1, "batch_size": WINDOW},
+        flow={"high_samples": 4096, "low_samples": 2048},
     )
     for start in range(0, count, 4096):
         chunk = [(0, index, 5) for index in range(start, min(start + 4096, count))]

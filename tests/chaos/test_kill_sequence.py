@@ -40,7 +40,7 @@ def specctl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Specctl]:
 
 @pytest.fixture(scope="module")
 def config(specctl: Specctl, tiny_target: Path) -> Path:
-    words = "the cat sat on a mat and then it ran away from one big dog".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "one", "big", "dog"]
     rng = random.Random(7)
     with (specctl.folder / "conversations.jsonl").open("w") as file:
         for _ in range(NUM_PROMPTS):
@@ -88,7 +88,9 @@ def test_a_run_survives_the_death_of_every_service(specctl: Specctl, config: Pat
     assert not ledger["violations"], ledger
     assert [row["tasks"]["SETTLED"] for row in ledger["rows"]] == [NUM_PROMPTS] * EPOCHS
 
-    steps = [json.loads(line)["step"] for line in (specctl.folder / "runs/chaos/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (specctl.folder / "runs/chaos/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, STEPS + 1)), "metrics.jsonl holds the surviving lineage, each step once"
 
 

@@ -29,7 +29,9 @@ async def fleet(coordinator: Coordinator, nats_server: NatsServer) -> Fleet:
     return Fleet(f"127.0.0.1:{coordinator.port}", nats_server.url, Store())
 
 
-def check_model(fleet: Fleet, run_id: str, epochs: int, prompts: int, missing: set[tuple[int, int]] = frozenset()) -> None:
+def check_model(
+    fleet: Fleet, run_id: str, epochs: int, prompts: int, missing: set[tuple[int, int]] = frozenset()
+) -> None:
     """Every (epoch, prompt) is in the final model exactly once, except those that are missing for a reason."""
     seen = Counter(fleet.finals[run_id])
     expected = {(epoch, index) for epoch in range(epochs) for index in range(prompts)} - set(missing)
@@ -120,7 +122,9 @@ async def test_crashes_duplicates_and_stale_attempts(fleet: Fleet, tmp_path: Pat
 
 
 @pytest.mark.parametrize("order", ["deterministic", "arrival"])
-async def test_lost_features_are_captured_again(fleet: Fleet, crew: tuple[Worker, Agent], tmp_path: Path, order: str) -> None:
+async def test_lost_features_are_captured_again(
+    fleet: Fleet, crew: tuple[Worker, Agent], tmp_path: Path, order: str
+) -> None:
     prompts = write_prompt_set(tmp_path / "prompts", 40)
     _, agent = crew
     to_lose = {2: 1, 3: 4, 10: 2}
@@ -150,7 +154,9 @@ async def test_restore_repeats_only_what_no_checkpoint_holds(
     worker_samples = 24 if retain == "until_checkpoint" else 8
     agent.crash_before = {6}
     yaml = config_yaml(
-        tmp_path / "runs", prompts, flow={"retain": retain, "high_samples": worker_samples, "low_samples": worker_samples}
+        tmp_path / "runs",
+        prompts,
+        flow={"retain": retain, "high_samples": worker_samples, "low_samples": worker_samples},
     )
     await fleet.submit("restored", yaml, prompts)
     done = await fleet.finish("restored")
@@ -241,7 +247,13 @@ async def test_the_draft_must_stay_the_same(fleet: Fleet, crew: tuple[Worker, Ag
     ],
 )
 async def test_ends(
-    fleet: Fleet, crew: tuple[Worker, Agent], tmp_path: Path, tail: str, max_steps: int, tasks: dict[str, int], steps: int
+    fleet: Fleet,
+    crew: tuple[Worker, Agent],
+    tmp_path: Path,
+    tail: str,
+    max_steps: int,
+    tasks: dict[str, int],
+    steps: int,
 ) -> None:
     prompts = write_prompt_set(tmp_path / "prompts", 10)
     yaml = config_yaml(

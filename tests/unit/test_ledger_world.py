@@ -48,7 +48,9 @@ async def test_migrations_build_exactly_the_tables(ledger: Ledger) -> None:
     assert differences == []
     again = Ledger(ledger.url)
     await again.open()
-    assert await again.read(lambda conn: conn.execute(text("SELECT version_num FROM alembic_version")).scalar()) == "0001"
+    assert (
+        await again.read(lambda conn: conn.execute(text("SELECT version_num FROM alembic_version")).scalar()) == "0001"
+    )
     await again.close()
 
 
@@ -70,7 +72,9 @@ async def test_sqlite_is_durable(tmp_path: Path) -> None:
     found = Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     await found.open()
     pragmas = await found.write(
-        lambda conn: [conn.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "synchronous", "foreign_keys")]
+        lambda conn: [
+            conn.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "synchronous", "foreign_keys")
+        ]
     )
     assert pragmas == ["wal", 2, 1]
     await found.close()
@@ -93,7 +97,9 @@ async def test_group_commit_shares_commits_and_isolates_failures(ledger: Ledger)
         return name
 
     names = [str(n) for n in range(60)]
-    answers = await asyncio.gather(*(ledger.write(lambda conn, n=n: put(conn, n)) for n in names), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(ledger.write(lambda conn, n=n: put(conn, n)) for n in names), return_exceptions=True
+    )
     kept = [name for name in names if not name.endswith("7")]
     assert [a for a in answers if not isinstance(a, Exception)] == kept
     assert [str(a) for a in answers if isinstance(a, ValueError)] == [name for name in names if name.endswith("7")]

@@ -120,8 +120,6 @@ def test_dpace_rows_match_whole_blocks(chunk_blocks: int) -> None:
     confidence[valid] = torch.exp(-losses)
     expected = dpace_weights(confidence, valid, 0.5, "dpace")[valid]
     found = [
-        weigh(losses[start:stop], slice(start, stop))
-        for start, stop in itertools.pairwise(row_bounds)
-        if start < stop
+        weigh(losses[start:stop], slice(start, stop)) for start, stop in itertools.pairwise(row_bounds) if start < stop
     ]
     torch.testing.assert_close(torch.cat(found), expected)

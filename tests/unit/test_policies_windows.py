@@ -57,7 +57,11 @@ class TestCut:
         assert cut([], [], size=3, order="deterministic", tail="carry", next_epoch=None) is None
 
     @settings(max_examples=150, deadline=None)
-    @given(data=st.data(), order=st.sampled_from(["deterministic", "arrival"]), tail=st.sampled_from(["drop", "pad", "carry"]))
+    @given(
+        data=st.data(),
+        order=st.sampled_from(["deterministic", "arrival"]),
+        tail=st.sampled_from(["drop", "pad", "carry"]),
+    )
     def test_every_sample_ends_in_one_window_or_is_dropped(self, data: st.DataObject, order: Order, tail: Tail) -> None:
         """Captures arrive in any order within a bounded reach, prompts die, ingestion lags: all are accounted for."""
         prompts, epochs = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))

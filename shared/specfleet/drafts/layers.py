@@ -60,7 +60,9 @@ class ExpertMLP(nn.Module):
 class GroupedQueryProjections(nn.Module):
     """The four projections of grouped-query attention. The attention itself differs between training and decoding."""
 
-    def __init__(self, input_size: int, hidden_size: int, num_heads: int, num_key_value_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, input_size: int, hidden_size: int, num_heads: int, num_key_value_heads: int, head_dim: int
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
@@ -146,7 +148,9 @@ def rope_frequencies(
 def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # rotations over the original context
+    turns = (
+        scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    )  # rotations over the original context
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1 - keep) / factor)
 

@@ -25,7 +25,9 @@ DRAFTS: dict[str, type[Draft]] = {
 def build_draft(kind: str, config: Mapping[str, Any]) -> Draft:
     """An untrained draft on the CPU in float32. Raises ConfigError SF-DRAFT-KIND or SF-DRAFT-CONFIG."""
     if kind not in DRAFTS:
-        raise ConfigError("SF-DRAFT-KIND", f"there is no draft architecture {kind!r}; known: {', '.join(sorted(DRAFTS))}")
+        raise ConfigError(
+            "SF-DRAFT-KIND", f"there is no draft architecture {kind!r}; known: {', '.join(sorted(DRAFTS))}"
+        )
     return DRAFTS[kind].from_config(config)
 
 

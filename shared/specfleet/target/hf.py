@@ -37,7 +37,13 @@ class HFTarget:
     """A frozen causal language model with hooks on the captured layers only."""
 
     def __init__(
-        self, path: str, model: nn.Module, layers: Sequence[int], dtype: torch.dtype, final_state: str, extras: Sequence[str]
+        self,
+        path: str,
+        model: nn.Module,
+        layers: Sequence[int],
+        dtype: torch.dtype,
+        final_state: str,
+        extras: Sequence[str],
     ) -> None:
         self.path = path
         self.model = model
@@ -56,7 +62,9 @@ class HFTarget:
         blocks = _decoder_layers(self._decoder, model.config.get_text_config().num_hidden_layers)
         for layer in self.layers:
             if not 0 <= layer < len(blocks):
-                raise ConfigError("SF-CONFIG-LAYERS", f"layer {layer} is out of range: {path} has {len(blocks)} decoder layers")
+                raise ConfigError(
+                    "SF-CONFIG-LAYERS", f"layer {layer} is out of range: {path} has {len(blocks)} decoder layers"
+                )
             blocks[layer].register_forward_hook(self._hook(layer))
         self._check_final_state()
 
@@ -109,9 +117,13 @@ class HFTarget:
             ids = torch.zeros(len(good), max(lengths), dtype=torch.int64)
             for row, index in enumerate(good):
                 ids[row, : lengths[row]] = torch.tensor(list(batch[index]))
-            aux, final = self._run(ids.to(self.device), None, need_final=self.final_state == "post_norm" or bool(self.extras))
+            aux, final = self._run(
+                ids.to(self.device), None, need_final=self.final_state == "post_norm" or bool(self.extras)
+            )
             for row, index in enumerate(good):
-                results[index] = self._item(aux[row, : lengths[row]], None if final is None else final[row, : lengths[row]])
+                results[index] = self._item(
+                    aux[row, : lengths[row]], None if final is None else final[row, : lengths[row]]
+                )
         return [result for result in results if result is not None]
 
     @torch.no_grad()

@@ -60,7 +60,9 @@ def export_draft(
     digest = weights_hash(tensors)
     target = Path(out_dir).absolute()
     if target.exists() and any(target.iterdir()) and not (target / _WEIGHTS).is_file():
-        raise ExportError("SF-EXPORT-EXISTS", f"{target} holds something that is not an export; choose another directory")
+        raise ExportError(
+            "SF-EXPORT-EXISTS", f"{target} holds something that is not an export; choose another directory"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed, so that a reader never meets half an export.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -116,4 +118,6 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
     bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if bad:
-        raise ExportError("SF-EXPORT-NONFINITE", f"{where}: NaN or infinite weights in {', '.join(bad)}; use another checkpoint")
+        raise ExportError(
+            "SF-EXPORT-NONFINITE", f"{where}: NaN or infinite weights in {', '.join(bad)}; use another checkpoint"
+        )
