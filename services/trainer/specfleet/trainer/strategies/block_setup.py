@@ -10,7 +10,7 @@ from specfleet.drafts.block import BlockConfig
 from specfleet.drafts.sizes import decoder_sizes
 from specfleet.drafts.warm_start import stated_mask_token
 from specfleet.target.mask_token import resolve_mask_token
-from specfleet.target.weights import load_embedding, load_head, read_text_config
+from specfleet.target.weights import load_embedding, load_raw_head, read_text_config
 from specfleet.trainer.strategies.block_batch import ON_HOST, BlockPlan
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -55,8 +55,11 @@ def block_plan(section: BlockSection, config: BlockConfig, seed: int) -> BlockPl
 def load_frozen(
     contract: CaptureContract, target_dir: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input embedding and output head of the target [V, H]; one tensor where the checkpoint ties them."""
-    embedding, head = load_embedding(target_dir), load_head(target_dir)
+    """Input embedding and output head of the target [V, H]; one tensor where the checkpoint ties them.
+
+    The head as stored: engines multiply a draft's states with it, without the scale of the target's own logits.
+    """
+    embedding, head = load_embedding(target_dir), load_raw_head(target_dir)
     tied = embedding.shape == head.shape and torch.equal(embedding, head)
     # Rows beyond the vocabulary are padding of the checkpoint and must never win the argmax.
     placed = embedding[: contract.vocab_size].to(device, dtype)

@@ -10,6 +10,8 @@ from specfleet.config.models import DSparkSection, RunConfig
 from specfleet.drafts.dspark import DSparkDraft
 from specfleet.drafts.warm_start import warm_start
 from specfleet.target.dtypes import compute_dtype
+from specfleet.target.text_config import logits_scale
+from specfleet.target.weights import read_text_config
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
 from specfleet.trainer.strategies.dspark.batch import collate
@@ -31,7 +33,9 @@ class DSparkStrategy(Strategy):
         embedding_VH: torch.Tensor,
         head_VH: torch.Tensor,
         seed: int = 0,
+        teacher_scale: float = 1.0,
     ) -> None:
+        """teacher_scale: between head · state and the target's logits; a draft's states take the head alone."""
         self.draft: DSparkDraft = draft
         self.term_weights = {SLOTS: 1.0}
         if section.confidence_head:
@@ -40,12 +44,15 @@ class DSparkStrategy(Strategy):
         self._plan = block_plan(section, draft.config, seed)
         self._embedding = embedding_VH
         self._head = head_VH
+        self._teacher_scale = teacher_scale
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._plan, self._section.loss_decay)
 
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
         tensors = to_device(batch, self._embedding.device)
+        if self._teacher_scale != 1.0:
+            tensors["teacher_states"] = tensors["teacher_states"] * self._teacher_scale
         denominator = tensors.pop("denominator")
         return Prepared(
             tensors=tensors,
@@ -101,4 +108,5 @@ def build_dspark(
         warm_start(draft, section.init_from)
     dtype = compute_dtype(dtype, device)
     embedding, head = load_frozen(contract, target_dir, device, dtype)
-    return DSparkStrategy(section, draft.to(device, dtype), embedding, head, config.trainer.seed)
+    scale = logits_scale(read_text_config(target_dir))
+    return DSparkStrategy(section, draft.to(device, dtype), embedding, head, config.trainer.seed, scale)
