@@ -81,18 +81,11 @@ def offline_acceptance(
     for batch in _batches(rows, max_batch_tokens):
         ids, aux = _prefill(target, [(index, rows[index]) for index in batch])
         # A chain that starts after anchor x_s grows from row s − 1, and the first anchor is the first answer token.
-        wanted = torch.zeros(ids.shape, dtype=torch.bool)
-        for place, index in enumerate(batch):
-            wanted[place, rows[index].prompt_tokens - 1 : len(rows[index].input_ids) - 2] = True
-        hits = draft.chain_hits(
-            ids.to(weight.device),
-            aux.to(weight.device, weight.dtype),
-            embedding,
-            depth,
-            head_VH=head,
-            wanted_BT=wanted.to(weight.device),
-        )
-        runs = hits.cumprod(-1).sum(-1).tolist()
+        first = torch.tensor([rows[index].prompt_tokens - 1 for index in batch], device=weight.device)
+        end = torch.tensor([len(rows[index].input_ids) - 2 for index in batch], device=weight.device)
+        runs = draft.chain_runs(
+            ids.to(weight.device), aux.to(weight.device, weight.dtype), embedding, depth, head, first, end
+        ).tolist()
         for row, index in enumerate(batch):
             results[index] = _walk(rows[index], runs[row], depth)
     return [result for result in results if result is not None]

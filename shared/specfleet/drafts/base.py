@@ -70,3 +70,22 @@ class Draft(nn.Module, ABC):
         caller will read (None: all); the others may be left False, which saves their work.
         """
         raise NotImplementedError(f"{type(self).__name__} has no batched chain; walk its drafter instead")
+
+    def chain_runs(
+        self,
+        input_ids_BT: torch.Tensor,
+        aux_BTK: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        k: int,
+        head_VH: torch.Tensor | None,
+        first_B: torch.Tensor,
+        end_B: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, T] int64: guesses accepted from row t, for the rows of the walk t = first, t + run + 1, … below end.
+
+        The other rows mean nothing, so that drafts for which every row costs a pass of its own need not compute them.
+        """
+        rows = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        wanted = (rows >= first_B[:, None]) & (rows < end_B[:, None])
+        hits = self.chain_hits(input_ids_BT, aux_BTK, embedding_VH, k, head_VH=head_VH, wanted_BT=wanted)
+        return hits.cumprod(-1).sum(-1)
