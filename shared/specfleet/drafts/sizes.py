@@ -5,7 +5,7 @@ numbers do not describe such a layer, the rules of this file decide, for every s
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from specfleet.contracts.errors import ConfigError
 
@@ -96,5 +96,5 @@ def _rotary(text_config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | Non
     return theta, None if kind == "default" else rope
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

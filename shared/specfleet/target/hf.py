@@ -83,7 +83,7 @@ class HFTarget:
 
         Raises ConfigError SF-CONFIG-LAYERS, ContractError SF-TARGET-HEAD.
         """
-        model = AutoModelForCausalLM.from_pretrained(
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=compute_dtype(DTYPES[dtype], device), trust_remote_code=trust_remote_code
         )
         model = model.to(device).eval().requires_grad_(False)
