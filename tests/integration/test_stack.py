@@ -4,14 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fixtures.stack import Specctl
 
 from specfleet.ctl.state import is_alive, is_running, read_state
 from specfleet.ctl.topology import CAPTURE, COORDINATOR, GATE, MASTER, NATS, OWNER, TRAINER
@@ -19,32 +16,6 @@ from specfleet.ctl.topology import CAPTURE, COORDINATOR, GATE, MASTER, NATS, OWN
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 EVERYTHING = {NATS, MASTER, OWNER, COORDINATOR, CAPTURE, TRAINER, GATE}
-
-
-class Specctl:
-    """The command line in a folder of its own, with `.specfleet` in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.state_dir = folder / ".specfleet"
-
-    def __call__(self, *args: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("SPECFLEET_")}
-        return subprocess.run(
-            [sys.executable, "-m", "specfleet.ctl", *args],
-            cwd=self.folder, env=clean | env, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
-
-    def json(self, *args: str) -> Any:
-        done = self(*args, "--json")
-        assert done.returncode == 0, f"{args}: {done.stderr}{done.stdout}"
-        return json.loads(done.stdout)
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, (self.state_dir / "stack.json").read_text()
-            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
