@@ -141,5 +141,7 @@ def _differences(recorded: RunConfig, given: RunConfig, sections: Sequence[str])
     found = []
     for section in sections:
         a, b = getattr(recorded, section).model_dump(mode="json"), getattr(given, section).model_dump(mode="json")
-        found += [f"{section}.{key}: recorded {a[key]!r}, now {b[key]!r}" for key in a if a[key] != b[key]]
+        # Two strategies have different keys; what one of them lacks is shown as None.
+        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        found += [f"{section}.{key}: recorded {a.get(key)!r}, now {b.get(key)!r}" for key in keys]
     return found
