@@ -16,7 +16,7 @@ from specfleet.rpc.errors import INTERNAL_CODE, make_status, to_status
 log = structlog.get_logger()
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """SpecfleetError → its rich status; anything else → INTERNAL (SF-RPC-INTERNAL) with a logged traceback."""
 
     async def intercept_service(

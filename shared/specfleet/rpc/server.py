@@ -35,7 +35,7 @@ class RpcServer:
     def __init__(self, listen: str, *, insecure: bool = False) -> None:
         self._address = listen_address(listen, insecure=insecure)
         self._added: list[tuple[Callable[[Any, Any], None], Any, str]] = []
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: Any, full_service_name: str) -> None:
