@@ -73,6 +73,14 @@ class CaptureItemError(SpecfleetError):
     """One sample cannot be captured (NaN, wrong length). Costs that prompt's budget, never its neighbours'."""
 
 
+class EngineError(SpecfleetError):
+    """The engine that runs the model failed. Infrastructure: no prompt is to blame."""
+
+
+class RequestRefusedError(EngineError):
+    """The engine refused one request, which is at fault; others are served."""
+
+
 class ExportError(SpecfleetError):
     """An export does not match the engine's loader table; every leftover, missing or misshapen tensor is listed."""
 

@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import structlog
@@ -17,6 +17,7 @@ from specfleet.contracts.errors import EXIT_FAILED, EXIT_OK, SpecfleetError
 log = structlog.get_logger()
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -27,9 +28,23 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def dies_with(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """A preexec_fn: the kernel sends the child a signal when this process (its starting thread, see above) dies.
+
+    Execve keeps the death signal, so it covers programs that know nothing of it. Linux.
+    """
+
+    def arrange() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent_pid:  # the parent died between fork and prctl
+            os._exit(1)
+
+    return arrange
 
 
 def stop_event() -> asyncio.Event:

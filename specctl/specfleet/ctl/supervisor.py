@@ -6,7 +6,6 @@ from the kernel when the supervisor dies.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from specfleet.contracts.errors import HostError
 from specfleet.ctl import probes
 from specfleet.ctl.state import ServiceState, StackState, is_alive, log_tail, start_ticks, write_state
 from specfleet.ctl.topology import Service
+from specfleet.telemetry.process import dies_with
 
 MAX_BACKOFF_S = 30.0
 # A life this long counts as healthy: the next crash is restarted fast again.
@@ -28,20 +28,6 @@ HEALTHY_S = 30.0
 BOOT_ATTEMPTS = 2
 PROBE_EVERY_S = 0.05
 MAX_LOG_BYTES = 16 << 20
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
-
-
-def _dies_with(parent: int) -> Callable[[], None]:
-    """Runs in the child before exec. Execve keeps the death signal, so it covers programs that know nothing of it."""
-
-    def arrange() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died between fork and prctl
-            os._exit(1)
-
-    return arrange
 
 
 def resolve(program: str) -> str:
@@ -213,7 +199,7 @@ class Supervisor:
                 stderr=log,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_dies_with(os.getpid()),
+                preexec_fn=dies_with(os.getpid()),
             )
         child.process = process
         child.state.pid, child.state.start_ticks = process.pid, start_ticks(process.pid)
@@ -241,7 +227,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env=self._env,
-                preexec_fn=_dies_with(os.getpid()),
+                preexec_fn=dies_with(os.getpid()),
             )
         try:
             code = await process.wait()
