@@ -40,6 +40,25 @@ def contract_mismatches(expected: CaptureContract, measured: CaptureContract) ->
     return found
 
 
+def contract_gaps(recorded: CaptureContract, wanted: CaptureContract) -> list[str]:
+    """Why features captured under `recorded` cannot serve `wanted`, as "field: recorded A, wanted B"; empty when they can.
+
+    More than is wanted may have been recorded: further layers, the final state, extras.
+    """
+    same = (
+        "weights_hash", "tokenizer_hash", "dtype", "hidden_size", "num_hidden_layers", "vocab_size", "engine",
+    )  # fmt: skip
+    pairs = [(field, getattr(recorded, field), getattr(wanted, field)) for field in same]
+    gaps = [(field, a, b) for field, a, b in pairs if a != b]
+    if wanted.final_state not in ("none", recorded.final_state):
+        gaps.append(("final_state", recorded.final_state, wanted.final_state))
+    for field in ("layers", "extras"):
+        a, b = list(getattr(recorded, field)), list(getattr(wanted, field))
+        if not set(b) <= set(a):
+            gaps.append((field, a, b))
+    return [f"{field}: recorded {a}, wanted {b}" for field, a, b in gaps]
+
+
 def feature_table(contract: CaptureContract) -> dict[str, tuple[str, int]]:
     """Feature name → (dtype, elements per token), in the order features are written.
 

@@ -55,9 +55,9 @@ def published(final: Path) -> Iterator[Path]:
     try:
         yield scratch
         for path in (*scratch.iterdir(), scratch):
-            _fsync(path)
+            fsync(path)
         scratch.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -84,7 +84,8 @@ def sha256_file(path: Path) -> str:
     return digest
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flushes a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

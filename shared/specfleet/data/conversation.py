@@ -51,7 +51,8 @@ class Conversation:
     """Messages in the form chat templates expect; the last one is the assistant's.
 
     With `response_token_ids` the target's own ids are trained on and nothing is tokenised again. `prompt_token_ids` may
-    then be None, and the prompt is rendered from the messages; with both, messages is empty.
+    then be None, and the prompt is rendered from the messages; with both, messages is empty. `response_loss_mask` says
+    which of those ids the target generated, where several answers follow one another; None: all.
     """
 
     where: str
@@ -64,11 +65,17 @@ class Conversation:
     tools: list[Any] | None
     prompt_token_ids: list[int] | None
     response_token_ids: list[int] | None
+    response_loss_mask: list[int] | None = None
 
 
-def parse_row(row: Any, where: str, default_source: str, keep: dict[str, list[str]]) -> Conversation:
-    """A raw row → Conversation. Raises RowRejected: filtered, not_an_object, empty, unknown_format, unknown_role,
-    no_assistant, bad_content, unsupported_content, tool_arguments_not_json, bad_tools, bad_token_ids."""
+def parse_row(
+    row: Any, where: str, default_source: str, keep: dict[str, list[str]], to_answer: bool = False
+) -> Conversation:
+    """A raw row → Conversation. to_answer: all its messages, for a target to answer; otherwise those up to the last answer.
+
+    Raises RowRejected: filtered, not_an_object, empty, unknown_format, unknown_role, no_assistant, bad_content,
+    unsupported_content, tool_arguments_not_json, bad_tools, bad_token_ids.
+    """
     if not isinstance(row, dict):
         raise RowRejected("not_an_object", f"a {type(row).__name__}")
     source = str(row.get("source") or default_source)
@@ -79,16 +86,21 @@ def parse_row(row: Any, where: str, default_source: str, keep: dict[str, list[st
             raise RowRejected("filtered", f"{name} is {value!r}")
     prompt_ids, response_ids = _token_ids(row, "prompt_token_ids"), _token_ids(row, "response_token_ids")
     tools = _tools(row.get("tools"))
-    messages = _messages(row, tools is not None, has_ids=prompt_ids is not None and response_ids is not None)
+    # With prompt and answer as the target saw and wrote them, messages could only contradict them.
+    has_ids = prompt_ids is not None and response_ids is not None
+    messages = [] if has_ids and not to_answer else _messages(row, tools is not None)
+    while messages and not to_answer and messages[-1]["role"] != "assistant":
+        # What follows the last answer teaches nothing, and a template may render earlier turns differently for it.
+        messages.pop()
+    if not messages and not has_ids:
+        raise RowRejected("no_assistant", "none of its messages is the assistant's")
     return Conversation(
         where, str(row.get("id") or where), source, split, finish, licence, messages, tools, prompt_ids, response_ids,
+        _loss_mask(row, response_ids),
     )  # fmt: skip
 
 
-def _messages(row: dict[str, Any], has_tools: bool, has_ids: bool) -> list[Message]:
-    if has_ids:
-        # Prompt and answer are there as the target saw and wrote them; messages could only contradict them.
-        return []
+def _messages(row: dict[str, Any], has_tools: bool) -> list[Message]:
     raw = row.get("messages") if row.get("messages") is not None else row.get("conversations")
     if raw is None:
         raise RowRejected("unknown_format", f"neither 'messages' nor 'conversations' in {sorted(row)[:8]}")
@@ -96,13 +108,7 @@ def _messages(row: dict[str, Any], has_tools: bool, has_ids: bool) -> list[Messa
         raise RowRejected("unknown_format", f"messages must be a list, not {type(raw).__name__}")
     if not raw:
         raise RowRejected("empty")
-    messages = [_message(item, has_tools) for item in raw]
-    while messages and messages[-1]["role"] != "assistant":
-        # What follows the last answer teaches nothing, and a template may render earlier turns differently for it.
-        messages.pop()
-    if not messages:
-        raise RowRejected("no_assistant", f"{len(raw)} messages, none of them the assistant's")
-    return messages
+    return [_message(item, has_tools) for item in raw]
 
 
 def _message(item: Any, has_tools: bool) -> Message:
@@ -179,3 +185,16 @@ def _token_ids(row: dict[str, Any], name: str) -> list[int] | None:
     if not isinstance(value, list) or not all(type(v) is int for v in value):
         raise RowRejected("bad_token_ids", f"{name} must be a list of integers")
     return value
+
+
+def _loss_mask(row: dict[str, Any], response_ids: list[int] | None) -> list[int] | None:
+    mask = _token_ids(row, "response_loss_mask")
+    if mask is None or response_ids is None:
+        return None
+    if len(mask) != len(response_ids) or not set(mask) <= {0, 1} or not mask or not mask[0] or not mask[-1]:
+        raise RowRejected(
+            "bad_token_ids",
+            f"response_loss_mask must hold one 0 or 1 for each of the {len(response_ids)} response_token_ids, and begin and "
+            "end with an answer",
+        )
+    return mask

@@ -120,6 +120,11 @@ class ChatRenderer:
         """What an engine is prompted with: the messages and the generation prompt."""
         return self._render(messages, tools, add_generation_prompt=True)
 
+    def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids of `prompt_text`. Raises RowRejected template_error."""
+        ids: list[int] = self._encode([self.prompt_text(messages, tools)])[0].ids
+        return ids
+
     def _encode(self, texts: list[str]) -> list[Any]:
         return list(self._encoder.encode_batch(texts, add_special_tokens=False))
 
@@ -217,17 +222,18 @@ class ChatRenderer:
             raise RowRejected("empty_answer", "response_token_ids is empty")
         prompt = row.prompt_token_ids
         if prompt is None:
-            prompt = self._encode([self.prompt_text(row.messages[:-1], row.tools)])[0].ids
+            prompt = self.prompt_ids(row.messages[:-1], row.tools)
         bad = next((i for i in (*prompt, *answer) if not 0 <= i < self.vocab_size), None)
         if bad is not None:
             raise RowRejected("token_out_of_vocab", f"id {bad}, the target's vocabulary has {self.vocab_size}")
-        if any(i in self.stop_ids for i in answer[:-1]):
-            raise RowRejected("stop_token_in_answer", "response_token_ids goes on after a stop id")
         ids = np.asarray([*prompt, *answer], dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
-        mask[len(prompt) :] = 1
+        mask[len(prompt) :] = 1 if row.response_loss_mask is None else row.response_loss_mask
+        turns = _runs(mask)
+        if any(int(i) in self.stop_ids for first, stop in turns for i in ids[first : stop - 1]):
+            raise RowRejected("stop_token_in_answer", "response_token_ids goes on after a stop id")
         self._check_bos(ids)
-        return _cut(ids, mask, [(len(prompt), len(ids))], ["from_token_ids"], options)
+        return _cut(ids, mask, turns, ["from_token_ids"], options)
 
     def _check_bos(self, ids: npt.NDArray[np.int32]) -> None:
         bos = self.tokenizer.bos_token_id
@@ -265,6 +271,12 @@ def _cut(
             "too_few_loss_tokens", f"{count} supervised tokens, at least {options.min_loss_tokens} are needed"
         )
     return Rendered(ids, mask, turns[0][0], tuple(dict.fromkeys(flags)))
+
+
+def _runs(mask: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
+    """Half-open ranges of ones."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _bounds(offsets: list[tuple[int, int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

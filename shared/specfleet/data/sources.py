@@ -45,9 +45,13 @@ def resolve_sources(sources: Sequence[str | Path]) -> list[Path]:
 
 
 def iter_conversations(
-    paths: Sequence[Path], reading: Reading, keep: dict[str, list[str]], interleave: bool = False
+    paths: Sequence[Path],
+    reading: Reading,
+    keep: dict[str, list[str]],
+    interleave: bool = False,
+    to_answer: bool = False,
 ) -> Iterator[Conversation]:
-    """Every usable row of every file; the others are counted in `reading.rejects`.
+    """Every usable row of every file; the others are counted in `reading.rejects`. to_answer: see `parse_row`.
 
     interleave takes one row of each file in turn, so that a limit on samples does not take all from the first file.
     Raises DataError SF-DATA-NOT-JSON (with the line), SF-DATA-NOT-PARQUET, SF-DATA-UNREADABLE, SF-DATA-EMPTY.
@@ -60,7 +64,7 @@ def iter_conversations(
             reading.fields_seen.update(row)
         where = f"{path.name}:{position}"
         try:
-            conversation = parse_row(row, where, _stem(path), keep)
+            conversation = parse_row(row, where, _stem(path), keep, to_answer)
         except RowRejected as rejected:
             reading.rejects.add(where, rejected)
             continue

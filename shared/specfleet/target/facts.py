@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from specfleet.config.features import feature_request
 from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ConfigError
 from specfleet.data.cache import sha256_file
+from specfleet.data.safetensors import read_header
 from specfleet.target.text_config import logits_scale, text_config_of
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -226,12 +226,9 @@ def _dtype(config: dict[str, Any], text: dict[str, Any], weights: list[Path]) ->
 def safetensors_header(path: Path) -> dict[str, Any]:
     """Tensor name → {dtype, shape, data_offsets} of a safetensors file, without reading any tensor."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error, OverflowError, MemoryError) as error:
+        return read_header(path)[0]
+    except (OSError, ValueError) as error:
         raise ConfigError("SF-TARGET-NO-WEIGHTS", f"{path} is not a safetensors file: {error}") from error
-    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _weights_hash(directory: Path, weights: list[Path]) -> str:
