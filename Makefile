@@ -1,16 +1,17 @@
-# Everything lives in .venv. `make demo` and `make test` set up what they need themselves.
+# Everything lives in .venv, and SGLang in .venv-sglang. `make demo` and `make test` set up what they need themselves.
 PY := .venv/bin/python
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint proto bench clean
+.PHONY: help setup sglang demo test lint proto bench clean
 help:
 	@echo "make demo    train a real draft for a real target on this machine and prove it in decoding (about 10 minutes)"
 	@echo "make test    unit, integration and chaos tests against real services"
+	@echo "make sglang  only set up .venv-sglang: a real SGLang server for a machine without a GPU"
 	@echo "make lint    ruff, mypy, buf (lint, breaking, generated code up to date)"
 	@echo "make proto   regenerate shared/specfleet/wire from protos"
 	@echo "make bench   the benchmarks that run without a GPU"
-	@echo "make clean   remove .venv, caches and run directories"
+	@echo "make clean   remove .venv, .venv-sglang, caches and run directories"
 
 # The stamps depend on pyproject.toml: a changed dependency is installed on the next call.
 .venv/.local.stamp: pyproject.toml constraints/cpu.txt scripts/setup.sh
@@ -20,12 +21,18 @@ help:
 	@scripts/setup.sh dev
 	@touch $@ .venv/.local.stamp
 
+.venv-sglang/.stamp: pyproject.toml constraints/sglang-cpu.txt scripts/setup.sh scripts/torchvision_shim.py
+	@scripts/setup.sh sglang
+	@touch $@
+
 setup: .venv/.dev.stamp
+
+sglang: .venv-sglang/.stamp
 
 demo: .venv/.local.stamp
 	$(BIN)/specctl demo
 
-test: .venv/.dev.stamp
+test: .venv/.dev.stamp .venv-sglang/.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 lint: .venv/.dev.stamp
@@ -43,5 +50,5 @@ bench: .venv/.dev.stamp
 	$(PY) benchmarks/store_throughput.py
 
 clean:
-	rm -rf .venv .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
