@@ -40,7 +40,8 @@ def test_help_imports_nothing_heavy(tmp_path: Path, command: tuple[str, ...], un
 @pytest.mark.parametrize(
     "command",
     [
-        ("up",), ("down",), ("status",), ("demo",), ("doctor",), ("data", "prepare"), ("run", "submit"), ("run", "list"),
+        ("up",), ("down",), ("status",), ("demo",), ("doctor",), ("data", "prepare"), ("data", "regenerate"),
+        ("run", "submit"), ("run", "list"),
         ("run", "show"), ("run", "watch"), ("run", "pause"), ("run", "resume"), ("run", "cancel"), ("run", "logs"),
         ("fleet", "list"), ("sample", "explain"), ("checkpoint", "list"), ("export",), ("gate", "run"), ("gate", "show"),
         ("ledger", "verify"), ("config", "check"),

@@ -2,7 +2,7 @@
 
 import typer
 
-from specfleet.ctl.commands import config, data, demo, doctor, fleet, gate, run, stack
+from specfleet.ctl.commands import config, data, demo, doctor, fleet, gate, regenerate, run, stack
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +29,7 @@ app.command("doctor")(doctor.doctor)
 
 _data = _group("data", "Conversations and prompt sets.")
 _data.command("prepare")(data.prepare)
+_data.command("regenerate", epilog=regenerate.EXAMPLES)(regenerate.regenerate)
 
 _run = _group("run", "Training runs.")
 _run.command("submit")(run.submit)

@@ -39,13 +39,13 @@ def prepare(
         max_length=max_length,
         max_response_tokens=max_response_tokens,
         max_samples=max_samples,
-        where=_filters(where or []),
+        where=parse_filters(where or []),
     )
     facts = describe(prompt_set)
     emit(as_json, facts, lambda console: console.print(facts_table("prompt set", facts)))
 
 
-def _filters(items: list[str]) -> dict[str, list[str]]:
+def parse_filters(items: list[str]) -> dict[str, list[str]]:
     filters = {}
     for item in items:
         name, equals, values = item.partition("=")

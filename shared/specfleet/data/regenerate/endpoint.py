@@ -1,0 +1,108 @@
+"""JSON over HTTP to one engine, with patience for an engine that is busy, restarting or briefly away."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+
+from specfleet.contracts.errors import ConfigError, HostError
+from specfleet.data.conversation import RowRejected
+
+# What passes by itself: timeouts, too many requests, and whatever a proxy says while its engine restarts.
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class Patience:
+    """attempts per request; waits double from first_wait_s to longest_wait_s, with jitter."""
+
+    attempts: int = 8
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 60.0
+    request_s: float = 600.0
+
+    def wait_s(self, failures: int, draw: float) -> float:
+        """Seconds to wait after so many failures (from 1). draw: uniform in [0, 1), so that clients spread out."""
+        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * (0.5 + draw / 2)
+
+
+class Endpoint:
+    """Use as an async context manager. api_key: sent as a bearer token when not empty."""
+
+    def __init__(self, url: str, patience: Patience | None = None, api_key: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError("SF-REGEN-ENDPOINT", f"endpoint {url!r} is not a URL; an example: http://127.0.0.1:30000")
+        self._patience = patience or Patience()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._successes = 0
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._patience.request_s),
+            # Our callers bound what is in flight.
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> dict[str, Any] | None:
+        """The document at a path; None when there is no such path. Raises HostError SF-REGEN-ENDPOINT."""
+        try:
+            return await self._ask("GET", path, None)
+        except RowRejected as refused:
+            if refused.detail.startswith(("404", "405")):
+                return None
+            raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {refused.detail}") from refused
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises RowRejected endpoint_refused when this request is at fault, HostError SF-REGEN-ENDPOINT when the engine is."""
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        before = self._successes
+        for failures in range(1, self._patience.attempts + 1):
+            asked_s = 0.0
+            try:
+                async with self._session.request(method, self.url + path, json=body) as response:
+                    text = await response.text()
+                if response.status == 200:
+                    self._successes += 1
+                    return _document(text)
+                failure = f"{response.status}: {text[:300]}"
+                if response.status in (401, 403):
+                    raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {failure}. Give --api-key")
+                if response.status not in _PASSING:
+                    raise RowRejected("endpoint_refused", failure)
+                asked_s = _seconds(response.headers.get("Retry-After", ""))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                failure = f"{type(error).__name__}: {error}"
+            if failures < self._patience.attempts:
+                wait_s = self._patience.wait_s(failures, random.random())
+                await asyncio.sleep(max(wait_s, min(asked_s, self._patience.longest_wait_s)))
+        failure = f"{failure} ({self._patience.attempts} attempts)"
+        if self._successes > before:
+            # Others were answered meanwhile, so it is this request that the engine cannot take.
+            raise RowRejected("endpoint_failed", failure)
+        raise HostError(
+            "SF-REGEN-ENDPOINT", f"{self.url}{path} does not answer: {failure}. What is written stays; run it again"
+        )
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Raises ValueError for anything but an object: a proxy's page is as passing as its status 502."""
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"a JSON {type(document).__name__} instead of an object")
+    return document
+
+
+def _seconds(header: str) -> float:
+    """Retry-After in seconds; its other form, a date, is not honoured."""
+    return float(header) if header.isdecimal() else 0.0
