@@ -1,1 +1,4 @@
-"""Real SGLang servers: starting one, talking to one. Torch-free; SGLang itself is never imported here."""
+"""Real SGLang servers: starting one, talking to one. Only cpu_speculation.py runs inside a server; the rest is torch-free."""
+
+CPU_SPECULATION = "SPECFLEET_CPU_SPECULATION"
+"""Environment variable that switches cpu_speculation.py on in a server."""
