@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from specfleet.capture.engines.base import check_task, complete
 from specfleet.capture.engines.hf import HFEngine
-from specfleet.capture.engines.table import engine_loader
+from specfleet.capture.engines.table import EngineOptions, engine_loader
 from specfleet.contracts.capture import contract_hash, contract_mismatches
 from specfleet.contracts.errors import CaptureItemError, ConfigError
 from specfleet.contracts.ids import task_key
@@ -169,8 +169,9 @@ def test_prompts_that_cannot_be_captured(contract: CaptureContract, change: obje
         check_task(task, contract, contract_hash(contract))
 
 
-def test_sglang_is_refused_clearly() -> None:
+@pytest.mark.parametrize("options", [EngineOptions("vllm"), EngineOptions("hf", servers=("http://127.0.0.1:1",))])
+def test_unusable_engine_options_are_refused(options: EngineOptions) -> None:
     with pytest.raises(ConfigError) as error:
-        engine_loader("sglang", "auto", "")
+        engine_loader(options)
     assert error.value.code == "SF-CAPTURE-ENGINE"
     assert error.value.exit_code == 2

@@ -10,13 +10,14 @@ from fixtures.fake_capture_control import FakeCaptureControl
 
 from specfleet.bus.memory import MemoryBus
 from specfleet.capture.control import Control
-from specfleet.capture.engines.base import Engine, Tensors
-from specfleet.capture.pipeline import Patience
+from specfleet.capture.ends import Patience
+from specfleet.capture.engines.base import ForwardEngine, Tensors
 from specfleet.capture.reaper import Reaper
 from specfleet.capture.worker import Worker
 from specfleet.contracts.capture import contract_hash
 from specfleet.contracts.errors import CaptureItemError, StoreError, StoreFullError
 from specfleet.contracts.ids import feature_key, prompts_subject, releases_subject, sample_id, task_key
+from specfleet.store.base import FeatureStore
 from specfleet.store.memory import MemoryStore
 from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, PromptTask, Release, SampleRef, TaskAttempt
 
@@ -31,7 +32,7 @@ def contract_of(weights: str = "w") -> CaptureContract:
     )  # fmt: skip
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(ForwardEngine):
     """Token 13 cannot be captured; token 66 breaks the engine; `gate` holds a batch inside the engine."""
 
     version = "scripted 1"
@@ -60,7 +61,7 @@ class ScriptedEngine(Engine):
         ids = torch.tensor(list(task.input_ids), dtype=torch.float32)[:, None]
         return {"aux_states": ids.expand(-1, 8).contiguous(), "final_state": ids.expand(-1, 4).contiguous()}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.closed = True
 
 
@@ -81,7 +82,7 @@ class Rig:
             patience=Patience(store_full_s=30, store_error_s=0.2, draining_s=0.3),
         )  # fmt: skip
 
-    def _load(self, contract: CaptureContract) -> ScriptedEngine:
+    async def _load(self, contract: CaptureContract, store: FeatureStore) -> ScriptedEngine:
         engine = ScriptedEngine(self.attests(contract))
         if self.gated:
             engine.gate.clear()

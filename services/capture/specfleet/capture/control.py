@@ -37,9 +37,15 @@ class Control:
         """Not repeated: the next heartbeat carries newer facts."""
         return await self._call(self._stub.HeartbeatWorker, request, 0.0)
 
-    async def attest(self, contract_hash: str, facts: CaptureContract, engine_version: str) -> pb.AttestWorkerResponse:
+    async def attest(
+        self, contract_hash: str, facts: CaptureContract, engine_version: str, plugin_version: str
+    ) -> pb.AttestWorkerResponse:
         request = pb.AttestWorkerRequest(
-            worker_id=self.worker_id, contract_hash=contract_hash, facts=facts, engine_version=engine_version
+            worker_id=self.worker_id,
+            contract_hash=contract_hash,
+            facts=facts,
+            engine_version=engine_version,
+            plugin_version=plugin_version,
         )
         return await self._call(self._stub.AttestWorker, request, math.inf)
 

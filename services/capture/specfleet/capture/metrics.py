@@ -13,6 +13,15 @@ BATCH_SECONDS = Histogram(
 PUT_SECONDS = Histogram(
     "specfleet_capture_put_seconds", "One sample's put.", buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 )
+REQUEST_SECONDS = Histogram(
+    "specfleet_capture_request_seconds",
+    "One prompt at a server, from the request until its features are stored.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+)
+REQUEST_TOKENS = Gauge("specfleet_capture_request_tokens", "Tokens under way at servers.")
+WINDOW_TOKENS = Gauge("specfleet_capture_window_tokens", "Tokens that may be under way at servers; adapts.")
+SINK_SECONDS = Counter("specfleet_capture_sink_seconds", "Time servers spent on features, by part.", ["part"])
+ENGINE_LOSSES = Counter("specfleet_capture_engine_losses", "Times an engine had to be loaded anew.")
 PADDING = Gauge("specfleet_capture_padding_share", "Share of the newest batch that was padding, 0..1.")
 IN_HAND = Gauge("specfleet_capture_in_hand", "Prompts fetched and not yet announced or given back.")
 RELEASED_OBJECTS = Counter("specfleet_capture_released_objects", "Objects deleted by the reaper.")

@@ -11,7 +11,7 @@ import structlog
 
 from specfleet.bus.factory import open_bus
 from specfleet.capture.control import Control
-from specfleet.capture.engines.table import engine_loader
+from specfleet.capture.engines.table import EngineOptions, engine_loader
 from specfleet.capture.reaper import Reaper
 from specfleet.capture.worker import Worker
 from specfleet.contracts.errors import HostError, StoreError
@@ -35,15 +35,13 @@ class Settings:
     store: str
     metrics: str
     worker_id: str
-    engine: str
-    device: str
-    target: str
+    engine: EngineOptions
 
 
 async def serve(settings: Settings) -> None:
     """Runs one capture worker until SIGTERM or SIGINT. Raises ConfigError for settings that can never work."""
     logs.configure("capture")
-    load_engine = engine_loader(settings.engine, settings.device, settings.target)
+    load_engine = engine_loader(settings.engine)
     stop = stop_event()
     store = await _open_store(settings.store, stop)
     if store is None:
@@ -55,13 +53,13 @@ async def serve(settings: Settings) -> None:
         bus=bus,
         store=store,
         load_engine=load_engine,
-        engine_name=settings.engine,
-        bound_target=settings.target,
+        engine_name=settings.engine.engine,
+        bound_target=settings.engine.target,
     )
     telemetry = TelemetryServer(settings.metrics, worker.ready)
     try:
         port = await telemetry.start()
-        log.info("capture worker starts", worker=control.worker_id, metrics_port=port, engine=settings.engine)
+        log.info("capture worker starts", worker=control.worker_id, metrics_port=port, engine=settings.engine.engine)
         if await _unless(stop, bus.connect()):
             await _run(worker, Reaper(control, bus, store), stop)
     finally:

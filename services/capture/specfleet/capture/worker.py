@@ -11,10 +11,11 @@ import structlog
 from specfleet.bus.base import Bus
 from specfleet.capture import metrics
 from specfleet.capture.control import Control
-from specfleet.capture.engines.base import Engine
+from specfleet.capture.ends import Patience
+from specfleet.capture.engines.base import Engine, ServingEngine
 from specfleet.capture.engines.table import EngineLoader
 from specfleet.capture.held import Held
-from specfleet.capture.pipeline import Limits, Patience, Pipeline
+from specfleet.capture.pipeline import Limits, Pipeline
 from specfleet.contracts.errors import SpecfleetError
 from specfleet.store.base import FeatureStore
 from specfleet.wire.capture_pb2 import (
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 
 # Loading fails for reasons that pass (memory, a file system that is not mounted yet) and for reasons that do not.
 LOAD_RETRY_S = (2.0, 5.0, 15.0, 30.0)
+# An engine that served this long was a good one: when it is lost, the next is loaded at once.
+HEALTHY_S = 60.0
 # The whole drain, including the batch in the engine. Less than the 15 s that supervisors wait before they kill.
 DRAIN_S = 12.0
 
@@ -64,6 +67,8 @@ class Worker:
         self._accepted = False
         self._state, self._serving = "STARTING", ""
         self._registered, self._trouble, self._quarantined = False, "", ""
+        self._setbacks = 0
+        """Engines of the present contract in a row that did not load or did not last."""
         self._heartbeat_s = 1.0
 
     def ready(self) -> tuple[bool, str]:
@@ -167,8 +172,9 @@ class Worker:
             self._wanted.changed.set()
 
     async def _attest(self, engine: Engine) -> None:
-        facts = await asyncio.to_thread(engine.attest)
-        answer: AttestWorkerResponse = await self._control.attest(self._serving, facts, engine.version)
+        answer: AttestWorkerResponse = await self._control.attest(
+            self._serving, engine.attest(), engine.version, engine.plugin_version
+        )
         self._accepted = answer.accepted
         self._trouble = "" if answer.accepted else f"attestation refused: {'; '.join(answer.mismatches)}"
         if not answer.accepted:
@@ -182,18 +188,24 @@ class Worker:
             if stop.is_set():
                 return
             self._wanted.changed.clear()
+            if self._serving != self._wanted.contract_hash:
+                self._setbacks = 0
             contract, self._serving = self._wanted.contract, self._wanted.contract_hash
             engine = await self._load(contract)
             if engine is None:
                 continue
+            started = time.monotonic()
             try:
                 await self._run_pipeline(engine, contract)
             finally:
                 self._engine, self._accepted, self._limits.may_pull = None, False, False
-                await asyncio.to_thread(engine.close)
+                await engine.close()
+            lasted = time.monotonic() - started > HEALTHY_S
+            self._setbacks = 0 if lasted else self._setbacks + 1
 
     async def _run_pipeline(self, engine: Engine, contract: CaptureContract) -> None:
-        await Pipeline(
+        """Until another contract is assigned, the worker stops, or the engine is lost: then it is loaded anew."""
+        pipeline = Pipeline(
             engine=engine,
             contract=contract,
             contract_hash=self._serving,
@@ -202,35 +214,58 @@ class Worker:
             control=self._control,
             held=self._held,
             limits=self._limits,
+            stop=self._wanted.changed,
             patience=self._patience,
-        ).run(self._wanted.changed)
+        )
+        watch = asyncio.create_task(self._reload_when_lost(engine))
+        try:
+            await pipeline.run()
+        finally:
+            watch.cancel()
+
+    async def _reload_when_lost(self, engine: Engine) -> None:
+        if isinstance(engine, ServingEngine):
+            await engine.lost.wait()
+            self._limits.may_pull = False
+            self._state, self._trouble = "LOADING", "the engine was lost; it is loaded anew"
+            self._wanted.changed.set()
 
     async def _load(self, contract: CaptureContract) -> Engine | None:
         """The engine, loaded and attested (accepted or not); None when the assignment changed first."""
-        attempt = 0
         while True:
             self._state = "LOADING"
+            if self._setbacks and await self._changes_within(LOAD_RETRY_S[min(self._setbacks, len(LOAD_RETRY_S)) - 1]):
+                return None
             started = time.perf_counter()
             try:
-                engine = await asyncio.to_thread(self._load_engine, contract)
-                self._engine = engine
-                await self._attest(engine)
+                engine = await self._load_attested(contract)
             except Exception as error:
                 # Whatever a model file or a library raises: this worker cannot serve now, and stays visible saying why.
-                self._engine = None
                 self._trouble = f"cannot load {contract.target}: {type(error).__name__}: {error}"
                 log.exception("engine did not load", target=contract.target)
-                pause_s = LOAD_RETRY_S[min(attempt, len(LOAD_RETRY_S) - 1)]
-                attempt += 1
-                try:
-                    await asyncio.wait_for(self._wanted.changed.wait(), pause_s)
-                    return None
-                except TimeoutError:
-                    continue
+                self._setbacks += 1
+                continue
             self._state = "DRAINING" if self._wanted.changed.is_set() else "READY"
             seconds = time.perf_counter() - started
             log.info("engine ready", engine=engine.version, accepted=self._accepted, seconds=seconds)
             return engine
+
+    async def _load_attested(self, contract: CaptureContract) -> Engine:
+        engine = self._engine = await self._load_engine(contract, self._store)
+        try:
+            await self._attest(engine)
+        except BaseException:
+            self._engine = None
+            await engine.close()
+            raise
+        return engine
+
+    async def _changes_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._wanted.changed.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     # -- pool -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import structlog
 import torch
 import transformers
 
-from specfleet.capture.engines.base import Engine, Tensors
+from specfleet.capture.engines.base import ForwardEngine, Tensors, resolve_device
 from specfleet.contracts.errors import CaptureItemError
 from specfleet.target.facts import read_target_facts
 from specfleet.target.hf import HFTarget
@@ -16,7 +16,7 @@ from specfleet.wire.records_pb2 import CaptureContract, PromptTask
 log = structlog.get_logger()
 
 
-class HFEngine(Engine):
+class HFEngine(ForwardEngine):
     """HFTarget behind the engine interface. `path` is the directory that is really loaded."""
 
     def __init__(self, path: Path, contract: CaptureContract, device: str) -> None:
@@ -84,10 +84,5 @@ class HFEngine(Engine):
             raise RuntimeError("the engine is closed")
         return self._target
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._target = None
-
-
-def resolve_device(device: str) -> str:
-    """`auto` → cuda when there is one, else cpu; anything else is torch's to judge."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
