@@ -16,10 +16,11 @@ from specfleet.drafts.acceptance import (
     total_acceptance,
     walk_drafter,
 )
-from specfleet.drafts.base import Drafter
-from specfleet.drafts.decode import cut, decode_greedy, verify
+from specfleet.drafts.base import Drafter, Pick, likeliest
+from specfleet.drafts.decode import cut, decode_greedy
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.ngram import NgramDrafter
+from specfleet.drafts.verification import verify
 from specfleet.target.hf import HFTarget
 
 PROMPTS = [[5, 9, 40, 7], [300, 12, 12, 80, 33, 6], [77]]
@@ -49,7 +50,7 @@ class Oracle(Drafter):
         assert len(next_ids) == len(aux_TKH)
         self.known += len(next_ids)
 
-    def propose(self, k: int) -> list[int]:
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
         guesses = (self.text[self.known : self.known + k] + [0] * k)[:k]
         if self.wrong_at is not None and self.wrong_at < k:
             guesses[self.wrong_at] = (guesses[self.wrong_at] + 1) % 384

@@ -1,11 +1,18 @@
-"""The one shape of a draft architecture: a module that trains under its exported names, and a greedy proposer for decoding."""
+"""The one shape of a draft architecture: a module that trains under its exported names, and a proposer for decoding."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+
+Pick = Callable[[torch.Tensor], torch.Tensor]
+"""A draft's logits over the target's vocabulary [.., V] (−∞: it cannot say this) → the id to guess per row [..]."""
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
 
 
 class Drafter(ABC):
@@ -23,8 +30,13 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def propose(self, k: int) -> list[int]:
-        """At most k greedy guesses (target vocabulary ids) for the tokens after the last next_id."""
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
+        """At most k guesses (target vocabulary ids) for the tokens after the last next_id.
+
+        pick is asked for every guess, in order, with the logits behind it, which know the guesses before it as far as the
+        architecture lets them. Guesses may be dropped from the end, for reasons that do not look at what was picked there.
+        A drafter without logits is certain of its guesses and asks nobody.
+        """
 
 
 class Draft(nn.Module, ABC):

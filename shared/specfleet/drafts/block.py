@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from specfleet.contracts.errors import ConfigError
-from specfleet.drafts.base import Draft, Drafter
+from specfleet.drafts.base import Draft, Drafter, Pick, likeliest
 from specfleet.drafts.block_attention import block_attention, plan_spans
 from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope, Rotation, SwiGLU
 
@@ -171,8 +171,9 @@ class BlockDraft(Draft):
         embedding_VH: torch.Tensor,
         head_VH: torch.Tensor,
         k: int,
+        pick: Pick = likeliest,
     ) -> torch.Tensor:
-        """Greedy proposals [N, min(k, num_guesses)] for the tokens after each anchor, from the backbone's output."""
+        """Guesses [N, min(k, num_guesses)] for the tokens after each anchor, from the backbone's output."""
 
     @property
     def max_draft_tokens(self) -> int:
@@ -349,14 +350,11 @@ class BlockDrafter(Drafter):
         self._length = end
         self._anchor_id = next_ids[-1]
 
-    def propose(self, k: int) -> list[int]:
-        return self.chain(k)
-
     @torch.no_grad()
-    def chain(self, k: int) -> list[int]:
-        """min(k, num_guesses) greedy guesses after the anchor, the last next_id."""
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
+        """min(k, num_guesses) guesses after the anchor, the last next_id."""
         anchor_ids = torch.tensor([self._anchor_id], device=self._cache.device)
-        guesses = self._draft.guess(self.block()[None], anchor_ids, self._embedding, self._head, k)
+        guesses = self._draft.guess(self.block()[None], anchor_ids, self._embedding, self._head, k, pick)
         return [int(token) for token in guesses[0].tolist()]
 
     @torch.no_grad()

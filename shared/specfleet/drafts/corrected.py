@@ -11,6 +11,7 @@ from abc import abstractmethod
 
 import torch
 
+from specfleet.drafts.base import Pick, likeliest
 from specfleet.drafts.block import BlockDraft
 
 State = torch.Tensor | None
@@ -55,11 +56,12 @@ class CorrectedDraft(BlockDraft):
         embedding_VH: torch.Tensor,
         head_VH: torch.Tensor,
         k: int,
+        pick: Pick = likeliest,
     ) -> torch.Tensor:
         previous, state, guesses = anchor_ids_N, None, []
         for index in range(min(k, self.config.num_guesses)):
             slot = hidden_NGH[:, self.config.first_slot + index]
             logits, state = self.step(index, slot, previous, state, embedding_VH, head_VH)
-            previous = logits.argmax(-1)
+            previous = pick(logits)
             guesses.append(previous)
         return torch.stack(guesses, dim=1) if guesses else anchor_ids_N[:, None][:, :0]

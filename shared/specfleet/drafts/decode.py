@@ -1,8 +1,9 @@
-"""The reference decoder: lossless greedy speculative decoding of one sequence, written to be read.
+"""The reference decoder: speculative decoding of one sequence, written to be read.
 
 Tokens x_0 … x_s are committed, and x_s (the anchor) has not been run through the target. A round drafts d_1 … d_k after x_s,
-runs [x_s, d_1 … d_k] through the target once, accepts drafts while they equal the target's own choice, and commits those
-plus one token of the target's. So the output is the target's greedy output, token for token, however bad the draft is.
+runs [x_s, d_1 … d_k] through the target once, accepts leading drafts by a rule, and commits those plus one token of the
+target's. Under the rules that are lossless the output is the target's own, however bad the draft is: token for token when
+greedy, in distribution when sampling.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specfleet.drafts.base import Drafter
+from specfleet.drafts.verification import Greedy, Proposal, Rule
 from specfleet.target.hf import HFTarget
 
 
@@ -33,32 +35,32 @@ class Decoded:
 
 
 @torch.no_grad()
-def decode_greedy(
+def decode(
     target: HFTarget,
     drafter: Drafter | None,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     num_draft_tokens: int,
-    eos_token_ids: Collection[int] = (),
+    eos_token_ids: Collection[int],
+    rule: Rule,
 ) -> Decoded:
-    """Greedy continuation of prompt_ids. Without a drafter: plain autoregressive decoding, one token per round.
+    """Continuation of prompt_ids. Without a drafter: plain autoregressive decoding, one token per round.
 
     The target must have been loaded with the layers the drafter reads.
     """
     cache = target.new_cache()
     result = Decoded()
     logits, aux, _ = target.forward(torch.tensor([list(prompt_ids)]), cache)
-    committed = [*prompt_ids, int(logits[-1].argmax())]
+    committed = [*prompt_ids, rule.judge(Proposal([]), logits[-1:])[1]]
     result.ids.append(committed[-1])
     if drafter is not None:
         drafter.extend(committed[1:], aux)
     while len(result.ids) < max_new_tokens and result.ids[-1] not in eos_token_ids:
         left = max_new_tokens - len(result.ids)
-        guesses = drafter.propose(min(num_draft_tokens, left)) if drafter is not None else []
-        logits, aux, _ = target.forward(torch.tensor([[committed[-1], *guesses]]), cache)
-        choices = logits.argmax(-1).tolist()
-        accepted = verify(guesses, choices)
-        new = cut([*guesses[:accepted], choices[accepted]], left, eos_token_ids)
+        proposal = rule.propose(drafter, min(num_draft_tokens, left)) if drafter is not None else Proposal([])
+        logits, aux, _ = target.forward(torch.tensor([[committed[-1], *proposal.ids]]), cache)
+        accepted, own = rule.judge(proposal, logits)
+        new = cut([*proposal.ids[:accepted], own], left, eos_token_ids)
         result.accepted.append(min(accepted, len(new)))
         result.committed.append(len(new))
         result.ids += new
@@ -70,12 +72,16 @@ def decode_greedy(
     return result
 
 
-def verify(guesses: Sequence[int], choices: Sequence[int]) -> int:
-    """How many leading guesses equal the target's choices (choices[i] is made before guess i is read)."""
-    for index, guess in enumerate(guesses):
-        if guess != choices[index]:
-            return index
-    return len(guesses)
+def decode_greedy(
+    target: HFTarget,
+    drafter: Drafter | None,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    num_draft_tokens: int,
+    eos_token_ids: Collection[int] = (),
+) -> Decoded:
+    """The target's greedy continuation."""
+    return decode(target, drafter, prompt_ids, max_new_tokens, num_draft_tokens, eos_token_ids, Greedy())
 
 
 def cut(ids: Sequence[int], limit: int, eos_token_ids: Collection[int]) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from specfleet.drafts.base import Pick, likeliest
 from specfleet.drafts.block import BlockConfig, BlockDraft
 
 
@@ -22,10 +23,11 @@ class DFlashDraft(BlockDraft):
         embedding_VH: torch.Tensor,
         head_VH: torch.Tensor,
         k: int,
+        pick: Pick = likeliest,
     ) -> torch.Tensor:
         first = self.config.first_slot
         slots = hidden_NGH[:, first : first + k]
-        return (slots.to(head_VH.dtype) @ head_VH.T).argmax(-1)
+        return pick(slots.to(head_VH.dtype) @ head_VH.T)
 
     def matches(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from specfleet.contracts.errors import ConfigError
+from specfleet.drafts.base import Pick, likeliest
 from specfleet.drafts.block import BlockConfig, BlockDrafter
 from specfleet.drafts.corrected import CorrectedDraft, State
 
@@ -156,13 +157,16 @@ class DSparkDrafter(BlockDrafter):
         self._min_confidence = min_confidence
 
     @torch.no_grad()
-    def chain(self, k: int) -> list[int]:
-        """As in the base class, cut where the confidence falls below the minimum; possibly empty."""
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
+        """As in the base class, cut where the confidence falls below the minimum; possibly empty.
+
+        The confidence in a guess is formed before the guess, from the token in front of it, so the cut cannot favour tokens.
+        """
         if self._min_confidence <= 0:
-            return super().chain(k)
+            return super().propose(k, pick)
         hidden_GH = self.block()
         anchor = torch.tensor([self._anchor_id], device=hidden_GH.device)
-        guesses = self._dspark.guess(hidden_GH[None], anchor, self._embedding, self._head, k)[0]
+        guesses = self._dspark.guess(hidden_GH[None], anchor, self._embedding, self._head, k, pick)[0]
         previous = torch.cat((anchor, guesses))[: len(guesses)]
         chances = torch.sigmoid(self._dspark.confidence(hidden_GH[: len(guesses)], previous).float())
         return guesses[: _leading(chances.tolist(), self._min_confidence)].tolist()

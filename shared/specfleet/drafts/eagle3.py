@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from specfleet.contracts.errors import ConfigError
-from specfleet.drafts.base import Drafter
+from specfleet.drafts.base import Drafter, Pick, likeliest
 from specfleet.drafts.eagle_base import EagleDraft, EagleLayer, EagleSizes
 from specfleet.drafts.kv_cache import KeyValueCache
 from specfleet.drafts.layers import ExpertMLP, RMSNorm, Rotation, SwiGLU
@@ -203,12 +203,14 @@ class Eagle3Drafter(Drafter):
         self._output = self._forward(next_ids, feature, self._length)[-1:]
         self._length += len(next_ids)
 
-    def propose(self, k: int) -> list[int]:
-        return self.chain(k)[0]
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
+        return self.chain(k, pick)[0]
 
     @torch.no_grad()
-    def chain(self, k: int, forced: Sequence[int] | None = None) -> tuple[list[int], list[torch.Tensor]]:
-        """k greedy guesses and the logits [V_d] behind each. forced: tokens fed back in place of the guesses (tests)."""
+    def chain(
+        self, k: int, pick: Pick = likeliest, forced: Sequence[int] | None = None
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """k guesses and the logits [V_d] behind each. forced: tokens fed back in place of the guesses (tests)."""
         guesses: list[int] = []
         logits: list[torch.Tensor] = []
         output = self._output
@@ -217,7 +219,7 @@ class Eagle3Drafter(Drafter):
                 token = guesses[-1] if forced is None else forced[step - 1]
                 output = self._forward([token], self._draft.feedback(output), self._length + step - 1)
             logits.append(self._draft.logits(output, self._head)[0])
-            guesses.append(int(self._draft.target_ids(logits[-1].argmax())))
+            guesses.append(int(pick(self._draft.target_logits(logits[-1]))))
         return guesses, logits
 
     def _forward(self, ids: Sequence[int], feature_RH: torch.Tensor, start: int) -> torch.Tensor:

@@ -134,6 +134,12 @@ class EagleDraft(Draft, ABC):
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids + self.d2t[draft_ids]
 
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary [.., V_d] → over the target's [.., V], −∞ where the draft has no token."""
+        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        wide[..., self.t2d] = logits  # the map keeps the order of ids
+        return wide
+
     def _per_query_head(self, x_RHd: torch.Tensor, batch: int) -> torch.Tensor:
         """Keys or values [B·T, n_kv, d] → [B, n_q, T, d], as the prefix of `ttt_attention`."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads

@@ -140,8 +140,8 @@ def rope_frequencies(
             return _yarn(inv_freq, head_dim, theta, scaling, max_position)
     raise ConfigError(
         "SF-DRAFT-ROPE",
-        f"rope type {kind!r} is not supported for drafts; supported: default, linear, dynamic, llama3, yarn, mrope. "
-        "Give the draft its own rope settings",
+        f"drafts rotate as their target does, and rope type {kind!r} is not supported; supported: default, linear, dynamic, "
+        "llama3, yarn, mrope. Choose a target with one of these",
     )
 
 

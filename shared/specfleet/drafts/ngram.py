@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specfleet.drafts.base import Drafter
+from specfleet.drafts.base import Drafter, Pick, likeliest
 
 # Longer matches are rarer and more often right, so they are tried first.
 _SIZES = (3, 2, 1)
@@ -26,7 +26,7 @@ class NgramDrafter(Drafter):
                     self._after[tuple(self._ids[-size:])] = len(self._ids)
             self._ids.append(token)
 
-    def propose(self, k: int) -> list[int]:
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
         for size in _SIZES:
             start = self._after.get(tuple(self._ids[-size:])) if len(self._ids) >= size else None
             if start is not None:

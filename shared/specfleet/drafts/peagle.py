@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from specfleet.contracts.errors import ConfigError
-from specfleet.drafts.base import Drafter
+from specfleet.drafts.base import Drafter, Pick, likeliest
 from specfleet.drafts.eagle_base import EagleDraft, EagleLayer, EagleSizes
 from specfleet.drafts.kv_cache import KeyValueCache
 from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rotation, SwiGLU
@@ -214,8 +214,8 @@ class PEagleDrafter(Drafter):
         self._ids += next_ids
         self._aux.append(aux_TKH)
 
-    def propose(self, k: int) -> list[int]:
-        return [int(self._draft.target_ids(row.argmax())) for row in self.chain(k)]
+    def propose(self, k: int, pick: Pick = likeliest) -> list[int]:
+        return [int(pick(self._draft.target_logits(row))) for row in self.chain(k)]
 
     @torch.no_grad()
     def chain(self, k: int) -> list[torch.Tensor]:
