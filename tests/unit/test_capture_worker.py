@@ -1,125 +1,18 @@
 """The worker's policy: claims, failures, back-pressure, drain, switch. Real gRPC, memory bus and store."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
+from fixtures.capture_rig import BAD, CRASH, Rig, contract_of
 from fixtures.fake_capture_control import FakeCaptureControl
 
-from specfleet.bus.memory import MemoryBus
-from specfleet.capture.control import Control
-from specfleet.capture.ends import Patience
-from specfleet.capture.engines.base import ForwardEngine, Tensors
 from specfleet.capture.reaper import Reaper
-from specfleet.capture.worker import Worker
 from specfleet.contracts.capture import contract_hash
-from specfleet.contracts.errors import CaptureItemError, StoreError, StoreFullError
-from specfleet.contracts.ids import feature_key, prompts_subject, releases_subject, sample_id, task_key
-from specfleet.store.base import FeatureStore
-from specfleet.store.memory import MemoryStore
-from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, PromptTask, Release, SampleRef, TaskAttempt
-
-RUN = "run-1"
-BAD, CRASH = 13, 66
-
-
-def contract_of(weights: str = "w") -> CaptureContract:
-    return CaptureContract(
-        target="/models/scripted", weights_hash=weights, tokenizer_hash="t", layers=[0, 1], final_state="post_norm",
-        dtype="float32", hidden_size=4, num_hidden_layers=4, vocab_size=100, engine="hf",
-    )  # fmt: skip
-
-
-class ScriptedEngine(ForwardEngine):
-    """Token 13 cannot be captured; token 66 breaks the engine; `gate` holds a batch inside the engine."""
-
-    version = "scripted 1"
-
-    def __init__(self, contract: CaptureContract) -> None:
-        self.contract = contract
-        self.batches: list[list[int]] = []
-        self.entered, self.gate = threading.Event(), threading.Event()
-        self.gate.set()
-        self.closed = False
-
-    def attest(self) -> CaptureContract:
-        return self.contract
-
-    def capture(self, batch: Sequence[PromptTask]) -> list[Tensors | CaptureItemError]:
-        self.batches.append([len(task.input_ids) for task in batch])
-        self.entered.set()
-        assert self.gate.wait(20)
-        if any(CRASH in task.input_ids for task in batch):
-            raise RuntimeError("device lost")
-        return [self._one(task) for task in batch]
-
-    def _one(self, task: PromptTask) -> Tensors | CaptureItemError:
-        if BAD in task.input_ids:
-            return CaptureItemError("SF-CAPTURE-NONFINITE", "NaN")
-        ids = torch.tensor(list(task.input_ids), dtype=torch.float32)[:, None]
-        return {"aux_states": ids.expand(-1, 8).contiguous(), "final_state": ids.expand(-1, 4).contiguous()}
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Rig:
-    """One worker with everything around it."""
-
-    def __init__(self, control: FakeCaptureControl, address: str, name: str, capacity: int = 1 << 20) -> None:
-        self.control = control
-        self.bus, self.store = MemoryBus(name), MemoryStore(name, capacity)
-        self.client = Control(address, "w1")
-        self.engines: list[ScriptedEngine] = []
-        self.attests: Callable[[CaptureContract], CaptureContract] = lambda contract: contract
-        self.gated = False
-        self.stop = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self.worker = Worker(
-            control=self.client, bus=self.bus, store=self.store, load_engine=self._load, engine_name="hf",
-            patience=Patience(store_full_s=30, store_error_s=0.2, draining_s=0.3),
-        )  # fmt: skip
-
-    async def _load(self, contract: CaptureContract, store: FeatureStore) -> ScriptedEngine:
-        engine = ScriptedEngine(self.attests(contract))
-        if self.gated:
-            engine.gate.clear()
-        self.engines.append(engine)
-        return engine
-
-    def start(self) -> None:
-        self.task = asyncio.create_task(self.worker.run(self.stop))
-
-    async def finish(self) -> None:
-        self.stop.set()
-        if self.task is not None:
-            await asyncio.wait_for(self.task, 20)
-
-    async def send(self, index: int, ids: list[int], attempt: int = 1, contract: CaptureContract | None = None) -> str:
-        digest = contract_hash(contract or self.control.contract or contract_of())
-        key = TaskAttempt(task=task_key(RUN, 0, index), attempt=attempt)
-        task = PromptTask(
-            attempt=key, contract_hash=digest, input_ids=ids, loss_mask=b"\1" * len(ids), store=self.store.name
-        )
-        await self.bus.publish(prompts_subject(digest, RUN), task.SerializeToString(), message_id=sample_id(key))
-        return sample_id(key)
-
-    async def prompts_left(self) -> int:
-        return (await self.bus.stream_info("PROMPTS")).messages
-
-    async def refs(self, count: int) -> dict[str, SampleRef]:
-        """`count` announced references, by sample id."""
-        subscription = await self.bus.subscribe("samples.*", "coordinator")
-        found: dict[str, SampleRef] = {}
-        async with asyncio.timeout(20):
-            while len(found) < count:
-                for message in await subscription.fetch(64, 1.0):
-                    ref = SampleRef.FromString(message.data)
-                    found[sample_id(ref.attempt)] = ref
-                    await message.ack()
-        return found
+from specfleet.contracts.errors import StoreError, StoreFullError
+from specfleet.contracts.ids import feature_key, releases_subject, sample_id, task_key
+from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, Release, TaskAttempt
 
 
 @pytest.fixture

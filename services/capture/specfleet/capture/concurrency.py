@@ -23,27 +23,32 @@ class Concurrency:
         self._holds = False
         self._since: float | None = None
         self._done = 0
+        self._waits = False
+        """The last prompt that asked was refused: the window decides the rate."""
 
     def admit(self, tokens: int, now: float) -> bool:
         """Whether a prompt of this size may start now; it counts as under way then. One always may when nothing else is."""
-        if self.tokens and self.tokens + tokens > self.limit_tokens:
-            # Only a full window says something about its size: measure from the first refusal on.
-            if self._since is None:
-                self._since, self._done = now, 0
-            return False
-        self.tokens += tokens
-        return True
+        self._waits = bool(self.tokens) and self.tokens + tokens > self.limit_tokens
+        if not self._waits:
+            self.tokens += tokens
+            return True
+        if self._since is None:
+            # Only a full window says something about its size.
+            self._since, self._done = now, 0
+        elif not self._holds and self._done >= WINDOWS * self.limit_tokens and now > self._since:
+            self._judge(self._done / (now - self._since))
+            self._since = None
+        return False
 
-    def finish(self, tokens: int, now: float) -> None:
+    def finish(self, tokens: int) -> None:
         """A prompt is no longer under way, however it ended."""
         self.tokens -= tokens
         self._done += tokens
-        if self.tokens == 0:
-            self._since = None  # the window ran empty: prompts are short, not the window
-        if self._holds or self._since is None or self._done < WINDOWS * self.limit_tokens or now <= self._since:
-            return
-        rate = self._done / (now - self._since)
-        self._since = None
+        if self.tokens == 0 and not self._waits:
+            self._since = None  # the window ran empty for want of prompts
+
+    def _judge(self, rate: float) -> None:
+        """rate: tokens per second that this window gave."""
         if rate < GAIN * self._best_rate:
             self.limit_tokens //= 2
             self._holds = True

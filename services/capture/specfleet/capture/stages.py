@@ -197,7 +197,7 @@ class ServingStage(Stage):
         try:
             specs = await self._capture(work)
         finally:
-            self._concurrency.finish(work.num_tokens, time.monotonic())
+            self._concurrency.finish(work.num_tokens)
             metrics.WINDOW_TOKENS.set(self._concurrency.limit_tokens)
             metrics.REQUEST_TOKENS.set(self._concurrency.tokens)
             self._room.set()
