@@ -83,13 +83,14 @@ class MooncakeStore(FeatureStore):
         self._movers = ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"store-{name}")
 
     def empty(self, shape: Sequence[int], dtype: "torch.dtype") -> "torch.Tensor":
-        """Uninitialised memory that put() transfers without a copy; ordinary memory when none is free."""
+        """Uninitialised memory that put() transfers without a copy; ordinary memory when none is free or no call has
+        connected yet. Never waits."""
         import torch
 
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes:
-            with self._session() as connection:
-                data = connection.lend(num_bytes)
+        connection = self._connection
+        if num_bytes and connection is not None:
+            data = connection.lend(num_bytes)
             if data is not None:
                 return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
         return torch.empty(tuple(shape), dtype=dtype)

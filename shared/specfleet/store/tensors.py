@@ -4,6 +4,8 @@ torch is imported by the functions that touch tensors, so that `specctl` may imp
 """
 
 import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,9 +51,24 @@ def byte_view(name: str, tensor: "torch.Tensor") -> Bytes:
     return view
 
 
+class _Spent(threading.local):
+    seconds = 0.0
+
+
+_hashing = _Spent()
+
+
 def checksum(data: Bytes) -> int:
     """xxh3-64. Releases the GIL, so threads hash in parallel."""
-    return xxhash.xxh3_64_intdigest(data.data)
+    started = time.perf_counter()
+    digest: int = xxhash.xxh3_64_intdigest(data.data)
+    _hashing.seconds += time.perf_counter() - started
+    return digest
+
+
+def hash_seconds() -> float:
+    """Seconds this thread has spent in `checksum` so far: put() and get() hash in the thread that calls them."""
+    return _hashing.seconds
 
 
 def plan_specs(

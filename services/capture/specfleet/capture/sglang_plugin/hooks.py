@@ -1,0 +1,316 @@
+"""The five hooks, and what they share. One `Hooks` per process of the server; it works in the scheduler's thread.
+
+layers   after the model is loaded     the model hands out the states of the captured layers
+receive  before requests are spread    parses capture requests, gives each a cache namespace, holds back what does not fit,
+         over the ranks                and sends answers that were withheld
+batch    around a batch                notes which rows of it belong to which capture
+states   around the logits             takes those rows; the states of layers go no further, so ordinary requests see none
+stream   before answers are sent       withholds those of captures until their objects are published
+
+All of it holds for SGLang 0.5.14 (versions.py). The states pass through LogitsProcessor.forward in every model that hands them
+out, as `hidden_states` [N, H] after the final norm and `aux_hidden_states`, one [N, H] per layer.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from specfleet.capture.sglang_plugin.admission import Admission
+from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, failure, parse, refused
+from specfleet.capture.sglang_plugin.settings import Settings
+from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
+from specfleet.contracts.capture import feature_table
+from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError
+from specfleet.store.factory import open_store
+from specfleet.target.dtypes import DTYPES
+from specfleet.wire.records_pb2 import CaptureContract
+
+log = logging.getLogger(__name__)
+
+# Rows of the full-vocabulary head computed at once for the teacher extras.
+_TEACHER_ROWS = 512
+
+
+@dataclass
+class _Batch:
+    """The captures in the batch that runs now."""
+
+    spans: list[Span] = field(default_factory=list)
+    taken: bool = False
+
+
+class Hooks:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._dtype = DTYPES[settings.dtype]
+        self._admission: Admission[Any] = Admission(settings.pending_bytes)
+        self._batch: _Batch | None = None
+        self._withheld: dict[str, Any] = {}
+        self._writes = True
+        """Whether this is the rank that stores and answers: the states are the same on all of them."""
+        # Known once the model is loaded.
+        self._sink: Sink | None = None
+        self._vocab_size = 0
+        self._state_scale = 1.0
+
+    @property
+    def sink(self) -> Sink:
+        assert self._sink is not None
+        return self._sink
+
+    # layers
+
+    def after_init_aux_hidden_state_capture(self, _result: None, runner: Any) -> None:
+        """AFTER ModelRunner.init_aux_hidden_state_capture; before CUDA graphs are captured."""
+        if runner.is_draft_worker:
+            return
+        model, config, settings = runner.model, runner.model_config, self._settings
+        check_options(runner.server_args, runner.device)
+        contract = CaptureContract(
+            layers=settings.layers,
+            final_state=settings.final_state,
+            dtype=settings.dtype,
+            hidden_size=config.hidden_size,
+            extras=settings.extras,
+        )
+        self._vocab_size = config.vocab_size
+        # What the head sees is divided by this in MiniCPM's models; features hold the state before that, once normed.
+        self._state_scale = float(getattr(model, "scale_width", 1.0))
+        if settings.layers:
+            capture_layers(model, settings.layers, config.num_hidden_layers)
+        self._sink = Sink(open_store(settings.store), feature_table(contract), settings.layers, settings.store_full_s)
+        self._table = feature_table(contract)
+        log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
+
+    # receive
+
+    def around_pull_raw_reqs(self, pull: Callable[..., list[Any] | None], receiver: Any) -> list[Any] | None:
+        """AROUND SchedulerRequestReceiver._pull_raw_reqs, which returns None on ranks that do not receive."""
+        received = pull(receiver)
+        if received is None:
+            return None
+        self._send_published(receiver)
+        passed: list[Any] = []
+        for item in received:
+            for request in getattr(item, "batch", [item]):
+                self._receive(request, passed)
+        return passed + self._admission.admit()
+
+    def _receive(self, received: Any, passed: list[Any]) -> None:
+        if hasattr(received, "abort_all"):
+            # Those that waited here go on just ahead of the abort: SGLang answers for them.
+            passed += self._admission.abort(lambda name: received.abort_all or name.startswith(received.rid))
+        request = self._parse(received)
+        if request is None or request.failure is not None:
+            passed.append(received)
+        else:
+            self._admission.offer(received.rid, request.num_bytes, received)
+
+    def _parse(self, received: Any) -> CaptureRequest | None:
+        """Replaces the request's custom parameter by its parsed form; None for everything but captures."""
+        params = getattr(received, "sampling_params", None)
+        custom = getattr(params, "custom_params", None)
+        if not isinstance(custom, dict) or KEY not in custom:
+            return None
+        raw, tokens = custom[KEY], len(received.input_ids)
+        try:
+            check_request(received)
+            request = parse(raw, received.input_ids, self._vocab_size, self.sink.store.name, self._table)
+        except SpecfleetError as error:
+            request = refused(raw, tokens, error)
+            # Answered without running the prompt.
+            received.input_ids, params.max_new_tokens = array("q", [0]), 1
+        params.custom_params = {**custom, KEY: request}
+        # A prefix that some other request left in the cache would not be computed again, so it would not be captured.
+        received.extra_key = f"specfleet:{received.rid}"
+        return request
+
+    def _send_published(self, receiver: Any) -> None:
+        for name in self.sink.published():
+            self._admission.end(name)
+            if (req := self._withheld.pop(name, None)) is not None:
+                receiver.stream_output([req], req.return_logprob)
+
+    # batch and states
+
+    def around_run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """AROUND Scheduler.run_batch."""
+        self._writes = scheduler.ps.attn_tp_rank == 0
+        current = self._batch = self._spans(batch) if batch.forward_mode.is_extend() else None
+        try:
+            return run(scheduler, batch, *args, **kwargs)
+        finally:
+            self._batch = None
+            for span in current.spans if current is not None and not current.taken else ():
+                span.capture.failed = HostError("SF-SGLANG-NO-STATES", "the forward pass handed out no states")
+
+    def _spans(self, batch: Any) -> _Batch | None:
+        current, first = _Batch(), 0
+        for req, position, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            request = capture_of(req)
+            # With overlap a request may run once more after its prompt is complete.
+            if request is not None and request.failure is None and position < request.num_tokens:
+                if request.state is None:
+                    request.state = self.sink.begin(req.rid, request, req.origin_input_ids)
+                current.spans.append(Span(request.state, first, position, count))
+            first += count
+        return current if current.spans else None
+
+    def around_logits(
+        self,
+        forward: Callable[..., Any],
+        processor: Any,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Sequence[torch.Tensor] | None = None,
+        hidden_states_before_norm: torch.Tensor | None = None,
+    ) -> Any:
+        """AROUND LogitsProcessor.forward."""
+        if self._batch is not None:
+            self._take(self._batch, processor, hidden_states, lm_head, aux_hidden_states or ())
+        return forward(processor, input_ids, hidden_states, lm_head, logits_metadata, None, hidden_states_before_norm)
+
+    def _take(
+        self,
+        batch: _Batch,
+        processor: Any,
+        final_NH: torch.Tensor,
+        lm_head: Any,
+        aux: Sequence[torch.Tensor],
+    ) -> None:
+        batch.taken = True
+        layers = self._settings.layers
+        if len(aux) != len(layers):
+            raise HostError(
+                "SF-SGLANG-LAYERS", f"the model handed out states of {len(aux)} layers instead of {len(layers)}"
+            )
+        states: dict[str, torch.Tensor] = {}
+        if layers:
+            states["aux_states"] = torch.cat(list(aux), dim=-1).to(self._dtype)
+        states["final_state"] = (final_NH * self._state_scale if self._state_scale != 1.0 else final_NH).to(self._dtype)
+        finite = [torch.isfinite(state).all(dim=-1) for state in states.values()]
+        states[FINITE] = torch.stack(finite).all(dim=0)
+        if self._settings.extras:
+            states |= self._teacher(processor, final_NH, lm_head)  # every rank takes part: the head is split over them
+        if self._writes:
+            self.sink.take(batch.spans, states)
+
+    def _teacher(self, processor: Any, final_NH: torch.Tensor, lm_head: Any) -> dict[str, torch.Tensor]:
+        argmax, lse = [], []
+        # No buffer of the forward pass to copy logits into: these are more rows than it holds.
+        metadata = SimpleNamespace(next_token_logits_buffer=None)
+        for rows in final_NH.split(_TEACHER_ROWS):
+            logits = processor._get_logits(rows, lm_head, metadata).float()
+            argmax.append(logits.argmax(-1).int())
+            lse.append(logits.logsumexp(-1))
+        return {"teacher_argmax": torch.cat(argmax), "teacher_lse": torch.cat(lse)}
+
+    # stream
+
+    def around_stream_output(
+        self,
+        stream: Callable[..., None],
+        streamer: Any,
+        reqs: Sequence[Any],
+        return_logprob: bool,
+        skip_req: Any = None,
+    ) -> None:
+        """AROUND SchedulerOutputStreamer.stream_output."""
+        ready = [req for req in reqs if req is skip_req or self._may_go(req)]
+        if ready or not reqs:
+            stream(streamer, ready, return_logprob, skip_req)
+
+    def _may_go(self, req: Any) -> bool:
+        request = capture_of(req)
+        if request is None or not self._writes or not req.finished() or req.finished_output:
+            return True
+        if req.rid in self._withheld:
+            return False
+        answer = self._answer(request)
+        if answer is None:
+            self._withheld[req.rid] = req
+            return False
+        self._admission.end(req.rid)
+        req.customized_info = {**(req.customized_info or {}), KEY: [answer]}
+        return True
+
+    @staticmethod
+    def _answer(request: CaptureRequest) -> dict[str, Any] | None:
+        """None while the objects are being published."""
+        if request.failure is not None:
+            return request.failure
+        capture: Capture | None = request.state
+        if capture is not None and capture.submitted_at is not None:
+            return capture.answer
+        rows = 0 if capture is None else capture.rows
+        error = (capture and capture.failed) or HostError(
+            "SF-SGLANG-ABORTED", f"the request ended after {rows} of {request.num_tokens} tokens were captured"
+        )
+        return failure(request.sample, error)
+
+
+def capture_of(req: Any) -> CaptureRequest | None:
+    custom = req.sampling_params.custom_params
+    return custom.get(KEY) if isinstance(custom, dict) else None
+
+
+def check_request(received: Any) -> None:
+    """Raises ConfigError SF-SGLANG-REQUEST for what a capture cannot be combined with."""
+    params = received.sampling_params
+    if params.max_new_tokens != 1 or params.n != 1:
+        raise ConfigError(
+            "SF-SGLANG-REQUEST",
+            f"a capture generates one token, this request asks for max_new_tokens {params.max_new_tokens} and n {params.n}",
+        )
+    if received.input_embeds is not None or received.mm_inputs is not None or received.session_params is not None:
+        raise ConfigError("SF-SGLANG-REQUEST", "a capture takes input_ids only: no embeddings, images or sessions")
+
+
+def capture_layers(model: Any, layers: Sequence[int], num_hidden_layers: int) -> None:
+    """Raises ConfigError SF-SGLANG-LAYERS or HostError SF-SGLANG-MODEL."""
+    # SGLang hands out what enters a layer, and nothing enters one after the last.
+    if layers[-1] > num_hidden_layers - 2:
+        raise ConfigError(
+            "SF-SGLANG-LAYERS",
+            f"layer {layers[-1]} cannot be captured: of this model's {num_hidden_layers} layers SGLang hands out the outputs of "
+            f"0..{num_hidden_layers - 2}",
+        )
+    for setter in ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"):
+        if hasattr(model, setter):
+            getattr(model, setter)(list(layers))
+            return
+    raise HostError("SF-SGLANG-MODEL", f"SGLang's {type(model).__name__} does not hand out the states of its layers")
+
+
+def check_options(args: Any, device: str) -> None:
+    """Raises ConfigError SF-SGLANG-OPTIONS when the server was started with what capture excludes."""
+    from sglang.srt.environ import envs
+
+    excluded = {
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--pp-size": args.pp_size > 1,
+        "--enable-dp-attention": args.enable_dp_attention,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "--dllm-algorithm": args.dllm_algorithm is not None,
+        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--enable-pdmux": args.enable_pdmux,
+        # Requests that vanish from the queue without an answer, or answers that wait for the next request.
+        "--max-queued-requests": args.max_queued_requests is not None,
+        "SGLANG_REQ_WAITING_TIMEOUT": envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0,
+        "--sleep-on-idle": args.sleep_on_idle,
+        # Python does not run in a replayed graph, so no hook does.
+        "prefill CUDA graphs (set --disable-prefill-cuda-graph)": device == "cuda" and prefill_graphs(args),
+    }
+    if found := [option for option, present in excluded.items() if present]:
+        raise ConfigError("SF-SGLANG-OPTIONS", f"capture does not work with: {', '.join(found)}")
+
+
+def prefill_graphs(args: Any) -> bool:
+    return not args.disable_cuda_graph and str(args.cuda_graph_config.prefill.backend).lower() != "disabled"
