@@ -76,6 +76,13 @@ def test_the_embedded_stack_gives_the_same_flags() -> None:
     assert {s.name: flags(s.argv) for s in stack(far_site)} == local
 
 
+def test_the_engine_is_passed_on() -> None:
+    ports = {name: 1024 + i for i, name in enumerate(port_names("mooncake"))}
+    site = embedded_site(Path("/x"), ports, engine="sglang")
+    [capture] = [service for service in stack(site) if service.name == CAPTURE]
+    assert capture.argv[-4:] == ("--engine", "sglang", "--sglang-log", "/x/logs/sglang.log")
+
+
 def test_services_start_after_what_they_need(services: dict[str, Any], site: Site) -> None:
     for service in stack(site):
         needs = services[service.name].get("depends_on", {})
@@ -99,8 +106,9 @@ def test_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
     assert not {NATS, MASTER, OWNER} & set(published)
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "gpu.yaml"], ["compose.yaml", "postgres.yaml"]])
-def test_podman_compose_accepts_the_files(files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["gpu.yaml"], ["gpu.yaml", "sglang.yaml"], ["postgres.yaml"]])
+def test_podman_compose_accepts_the_files(more: list[str], tmp_path: Path) -> None:
+    files = ["compose.yaml", *more]
     program = Path(sys.executable).parent / "podman-compose"
     command = [str(program), *(part for name in files for part in ("-f", str(COMPOSE / name))), "config"]
     # podman-compose asks an engine for its version before it even parses; merging and interpolation need none.
@@ -115,6 +123,9 @@ def test_podman_compose_accepts_the_files(files: list[str], tmp_path: Path) -> N
     if "postgres.yaml" in files:
         command_line = merged["services"][COORDINATOR]["command"]
         assert any(str(part).startswith("postgresql+psycopg://") for part in command_line)
+    if "sglang.yaml" in files:
+        arguments = merged["services"][CAPTURE]["build"]["args"]
+        assert set(arguments) == {"TORCH_INDEX_URL=", "MOONCAKE=mooncake", "EXTRAS=capture,sglang"}
     if "gpu.yaml" in files:
         assert merged["services"][CAPTURE]["deploy"]["resources"]["reservations"]["devices"]
 

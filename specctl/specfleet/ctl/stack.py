@@ -18,7 +18,7 @@ from specfleet.contracts.errors import EXIT_ENVIRONMENT, HostError, SpecfleetErr
 from specfleet.ctl.ports import Ports
 from specfleet.ctl.state import StackLock, StackState, is_alive, is_running, log_tail, read_state
 from specfleet.ctl.supervisor import Supervisor, end_leftovers
-from specfleet.ctl.topology import COORDINATOR, GATE, Site, StoreKind, embedded_site, port_names, stack
+from specfleet.ctl.topology import COORDINATOR, GATE, EngineName, Site, StoreKind, embedded_site, port_names, stack
 
 # Trainer, then coordinator, then pool and bus may each use up their grace.
 STOP_TIMEOUT_S = 180.0
@@ -29,6 +29,7 @@ class UpOptions:
     state_dir: Path
     store: StoreKind = "mooncake"
     pool_bytes: int = 1 << 30
+    engine: EngineName = "hf"
     ports: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -61,6 +62,13 @@ def require_memory(pool_bytes: int) -> None:
                 )
 
 
+def require_sglang() -> None:
+    """Raises HostError SF-SGLANG-PYTHON when no interpreter here has SGLang."""
+    from specfleet.sglang.launch import find_python
+
+    find_python(os.environ.get("SPECFLEET_SGLANG_PYTHON", ""))
+
+
 def _addresses(site: Site) -> dict[str, str]:
     return {
         "coordinator": site.address(COORDINATOR),
@@ -89,6 +97,8 @@ def serve(options: UpOptions, *, report: Callable[[str], None], on_ready: Callab
         if options.store == "mooncake":
             require_mooncake()
             require_memory(options.pool_bytes)
+        if options.engine == "sglang":
+            require_sglang()
         ports = Ports(
             port_names(options.store), wanted=options.ports, remembered=previous.ports if previous is not None else {}
         )
@@ -107,7 +117,9 @@ def _serve_on(
     report: Callable[[str], None],
     on_ready: Callable[[StackState], None],
 ) -> None:
-    site = embedded_site(state_dir, ports.numbers, store=options.store, pool_bytes=options.pool_bytes)
+    site = embedded_site(
+        state_dir, ports.numbers, store=options.store, pool_bytes=options.pool_bytes, engine=options.engine
+    )
     for folder in site.data.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
     state = StackState(
@@ -142,7 +154,8 @@ def start_detached(options: UpOptions, *, with_parent: bool = False) -> StackSta
     reader, writer = os.pipe()
     command = [
         *(sys.executable, "-m", "specfleet.ctl", "up", "--state-dir", str(state_dir)),
-        *("--store", options.store, "--pool", str(options.pool_bytes), "--ready-fd", str(writer)),
+        *("--store", options.store, "--pool", str(options.pool_bytes), "--engine", options.engine),
+        *("--ready-fd", str(writer)),
         *(part for name, number in options.ports.items() for part in ("--port", f"{name}={number}")),
         *(("--with-parent", str(os.getpid())) if with_parent else ()),
     ]

@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 StoreKind = Literal["mooncake", "directory"]
+EngineName = Literal["hf", "sglang"]
 
 NATS, MASTER, OWNER = "nats", "mooncake-master", "mooncake-client"
 COORDINATOR, CAPTURE, TRAINER, GATE = "coordinator", "capture", "trainer", "gate"
@@ -42,7 +43,9 @@ class Site:
     """SQLAlchemy URL; empty: a SQLite file in the coordinator's folder."""
     insecure: bool = False
     """Listen beyond loopback without TLS (private networks only)."""
-    engine: str = "hf"
+    engine: EngineName = "hf"
+    server_log: str = ""
+    """Where the capture worker's SGLang server writes; empty: the worker's own choice."""
     slots: int = 0
     """Ranks per trainer node; 0: its CUDA devices, or 1."""
 
@@ -114,11 +117,17 @@ def folder_names(store: StoreKind) -> tuple[str, ...]:
 
 
 def embedded_site(
-    state_dir: Path, ports: Mapping[str, int], *, store: StoreKind = "mooncake", pool_bytes: int = 1 << 30
+    state_dir: Path,
+    ports: Mapping[str, int],
+    *,
+    store: StoreKind = "mooncake",
+    pool_bytes: int = 1 << 30,
+    engine: EngineName = "hf",
 ) -> Site:
     """Everything on loopback, everything below the state folder."""
     data = {name: str(state_dir / "data" / name) for name in folder_names(store)}
-    return Site(ports=ports, data=data, store=store, pool_bytes=pool_bytes)
+    server_log = str(state_dir / "logs" / "sglang.log") if engine == "sglang" else ""
+    return Site(ports=ports, data=data, store=store, pool_bytes=pool_bytes, engine=engine, server_log=server_log)
 
 
 def stack(site: Site) -> list[Service]:
@@ -194,6 +203,7 @@ def _capture(site: Site) -> Service:
         *("--metrics", f"{LOOPBACK}:{site.ports['capture-metrics']}"),
         *("--worker-id", "capture-0"),
         *("--engine", site.engine),
+        *(("--sglang-log", site.server_log) if site.server_log else ()),
     )
     probes = (Probe("http", "capture-metrics", "/readyz"),)
     return Service(CAPTURE, argv, ("capture-metrics",), probes, after=(COORDINATOR, *_pool(site)))

@@ -43,6 +43,10 @@ def up(
         str, typer.Option("--store", help="Where features live: mooncake, or directory (files).")
     ] = "mooncake",
     pool: Annotated[str, typer.Option("--pool", help="Size of the feature pool.")] = "1G",
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="What captures: hf (transformers), or sglang. Runs name it as capture.engine."),
+    ] = "hf",
     port: Annotated[
         list[str] | None, typer.Option("--port", metavar="NAME=N", help="Fix a port; others are chosen by the system.")
     ] = None,
@@ -59,9 +63,15 @@ def up(
 
     if store not in ("mooncake", "directory"):
         raise typer.BadParameter(f"--store {store!r} is neither mooncake nor directory")
+    if engine not in ("hf", "sglang"):
+        raise typer.BadParameter(f"--engine {engine!r} is neither hf nor sglang")
     folder = state_dir or default_state_dir()
     options = UpOptions(
-        folder, "directory" if store == "directory" else "mooncake", parse_bytes(pool), parse_ports(port)
+        folder,
+        "directory" if store == "directory" else "mooncake",
+        parse_bytes(pool),
+        "sglang" if engine == "sglang" else "hf",
+        parse_ports(port),
     )
 
     def ready(state: StackState) -> None:
