@@ -30,6 +30,11 @@ class DataSection(Section):
         default_factory=list, description="Conversation files (JSON, JSON Lines, Parquet; optionally .gz)."
     )
     prompt_set: str = Field("", description="An already prepared prompt set directory, instead of train.")
+    features: str = Field(
+        "",
+        description="Directory of a feature set (source: features). It holds its prompts: train, max_length and filter "
+        "applied when it was recorded.",
+    )
     max_length: PositiveInt = Field(
         2048, description="Tokens per sample; longer ones are cut, or rejected when no answer survives."
     )
@@ -48,7 +53,11 @@ class _DraftSection(Section):
     layers: list[NonNegativeInt] | None = Field(
         None, description='Captured layers as "output of layer k"; default per strategy.'
     )
-    intermediate_size: NonNegativeInt = Field(0, description="Width of the draft's MLP; 0: the target's.")
+    intermediate_size: NonNegativeInt = Field(
+        0,
+        description="Width of the draft's MLP; 0: what one token passes through in the target (its dense MLP, or the experts "
+        "chosen for a token).",
+    )
     init_from: str = Field(
         "", description="Directory of an exported draft (SGLang, vLLM or SpecForge layout) to start from."
     )
@@ -311,6 +320,12 @@ class GateSection(Section):
     num_draft_tokens: PositiveInt = 5
     max_rows_per_source: NonNegativeInt = 0
     lossless_rows: NonNegativeInt = 2
+    temperature: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="Decode the lossless rows once more at this temperature; 0: greedily only."
+    )
+    acceptance_rule: Literal["rejection", "target_only"] = Field(
+        "rejection", description="Sampled guesses: lossless rejection sampling, or SGLang's default."
+    )
 
 
 class DeploymentSection(Section):
@@ -351,6 +366,11 @@ class RunConfig(Section):
                     f"{self.trainer.accumulation}, flow.global_batch {self.flow.global_batch}): training would wait for ever. "
                     f"Raise flow.{mark} to at least {self.global_batch}, or lower the batch"
                 )
+        if (self.data.source == "features") != bool(self.data.features):
+            raise ValueError(
+                f"data.source is '{self.data.source}' and data.features is '{self.data.features}': training from a feature "
+                "set needs both source: features and its directory; training from prompts needs neither"
+            )
         if self.data.source == "prompts" and not self.data.train and not self.data.prompt_set:
             raise ValueError(
                 "data.train is empty and data.prompt_set is not given: name at least one conversation file"

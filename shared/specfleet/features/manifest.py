@@ -85,8 +85,8 @@ class Manifest:
     @classmethod
     def decode(cls, document: Any) -> "Manifest":
         """From parsed JSON. Raises KeyError, TypeError, ValueError or ParseError when it is not a manifest of this format."""
-        if document["kind"] != KIND:
-            raise ValueError(f"its kind is {document['kind']!r}")
+        if document.get("kind") != KIND:
+            raise ValueError(f"its kind is {document.get('kind')!r}, not {KIND!r}")
         if document["format"] != FORMAT:
             raise ValueError(f"its format is {document['format']}, this version reads {FORMAT}")
         contract = ParseDict(document["contract"], CaptureContract())

@@ -96,11 +96,11 @@ def _pieces(samples: Sequence[Sample], table: FeatureTable) -> Iterator[memoryvi
     header += b" " * (-len(header) % 8)
     yield memoryview(len(header).to_bytes(8, "little") + header)
     for name in _COLUMNS:
-        yield memoryview(np.asarray(columns[name], dtype=np.int64)).cast("B")
-    yield memoryview(np.asarray(checksums, dtype=np.uint64).reshape(-1)).cast("B")
+        yield np.asarray(columns[name], dtype=np.int64).data.cast("B")
+    yield np.asarray(checksums, dtype=np.uint64).reshape(-1).data.cast("B")
     for name in _by_width(table):
         for sample in samples:
-            yield memoryview(sample.features[name])
+            yield sample.features[name].data
 
 
 def _by_width(table: FeatureTable) -> list[str]:

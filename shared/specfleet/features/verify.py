@@ -13,11 +13,7 @@ from specfleet.features.manifest import MANIFEST
 from specfleet.store.tensors import Bytes
 
 # dtype → (unsigned integer of its width, exponent bits): all of them set is NaN or infinity.
-_EXPONENT = {
-    "bfloat16": (np.dtype(np.uint16), 0x7F80),
-    "float16": (np.dtype(np.uint16), 0x7C00),
-    "float32": (np.dtype(np.uint32), 0x7F800000),
-}
+_EXPONENT = {"bfloat16": ("u2", 0x7F80), "float16": ("u2", 0x7C00), "float32": ("u4", 0x7F800000)}
 MAX_PROBLEMS = 20
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
@@ -17,6 +17,14 @@ class StoreStats:
 
     capacity_bytes: int
     used_bytes: int
+
+
+class FeatureSource(Protocol):
+    """Where a loader gets features from: a store, or a feature set (features/source.py)."""
+
+    def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> dict[str, "torch.Tensor"]: ...
+
+    def close(self) -> None: ...
 
 
 class FeatureStore(ABC):

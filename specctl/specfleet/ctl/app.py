@@ -2,7 +2,7 @@
 
 import typer
 
-from specfleet.ctl.commands import config, data, demo, doctor, fleet, gate, regenerate, run, stack
+from specfleet.ctl.commands import config, data, demo, doctor, fleet, gate, regenerate, run, sets, stack
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,9 +27,11 @@ app.command("status")(stack.status)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 
-_data = _group("data", "Conversations and prompt sets.")
+_data = _group("data", "Conversations, prompt sets and feature sets.")
 _data.command("prepare")(data.prepare)
 _data.command("regenerate", epilog=regenerate.EXAMPLES)(regenerate.regenerate)
+_data.command("stats")(sets.stats)
+_data.command("verify")(sets.verify)
 
 _run = _group("run", "Training runs.")
 _run.command("submit")(run.submit)

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specfleet.config import RunConfig, dump_config, load_config
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin
 from specfleet.wire.run_pb2 import SubmitRunRequest
+
+if TYPE_CHECKING:
+    from specfleet.data.prompt_set import PromptSet
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
@@ -20,6 +24,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
                 update={
                     "train": [_absolute(path) for path in data.train],
                     "prompt_set": _absolute(data.prompt_set) if data.prompt_set else "",
+                    "features": _absolute(data.features) if data.features else "",
                 }
             ),
             "gate": gate.model_copy(update={"eval": [_absolute(path) for path in gate.eval]}),
@@ -60,16 +65,33 @@ def submission(
     """
     from specfleet.target.facts import build_contract, read_target_facts
 
+    prompt_set = None
+    if config.data.source == "features":
+        config, prompt_set = _recorded(config, report)
     contract = build_contract(config, read_target_facts(config.model.target))
-    if config.data.prompt_set:
-        from specfleet.data.prompt_set import PromptSet
-
-        prompt_set = PromptSet.open(config.data.prompt_set)
-    else:
-        from specfleet.ctl.prompts import prepare_run_set
-
-        prompt_set = prepare_run_set(config, prompt_sets or Path(config.deployment.output_dir) / "prompt-sets")
+    if prompt_set is None:
+        prompt_set = _prepared(config, prompt_sets or Path(config.deployment.output_dir) / "prompt-sets")
     report(f"prompt set {prompt_set.digest[:16]}: {len(prompt_set):,} prompts in {prompt_set.path}")
     return SubmitRunRequest(
         config_yaml=dump_config(config), prompt_set_uri=str(prompt_set.path), contract=contract, run_id=config.run_id
     )
+
+
+def _recorded(config: RunConfig, report: Callable[[str], None]) -> "tuple[RunConfig, PromptSet]":
+    """The prompts of data.features, and the configuration with the engine that captured them."""
+    from specfleet.features.feature_set import FeatureSet
+
+    found = FeatureSet.open(config.data.features)
+    report(f"feature set {found.digest[:16]}: {found.manifest.rows:,} prompts in {found.path}")
+    capture = config.capture.model_copy(update={"engine": found.manifest.contract.engine})
+    return config.model_copy(update={"capture": capture}), found.prompts
+
+
+def _prepared(config: RunConfig, out_root: Path) -> "PromptSet":
+    from specfleet.data.prompt_set import PromptSet
+
+    if config.data.prompt_set:
+        return PromptSet.open(config.data.prompt_set)
+    from specfleet.ctl.prompts import prepare_run_set
+
+    return prepare_run_set(config, out_root)

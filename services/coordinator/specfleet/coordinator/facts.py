@@ -19,6 +19,7 @@ class RunFacts:
     contract_hash: str
     features: tuple[str, ...]
     bytes_per_token: int
+    """In the pool; 0 offline."""
     prompt_set_uri: str
     num_prompts: int
     total_steps: int
@@ -35,6 +36,11 @@ class RunFacts:
         return LeasePolicy(self.config.flow.lease_s)
 
     @property
+    def offline(self) -> bool:
+        """Trains from a feature set: nothing is captured, reserved in a pool, or deleted."""
+        return self.config.data.source == "features"
+
+    @property
     def retains(self) -> bool:
         """Features are kept until a checkpoint contains their step."""
         return self.config.flow.retain == "until_checkpoint"
@@ -43,14 +49,15 @@ class RunFacts:
     def of(cls, row: Any) -> "RunFacts":
         """From a row of `runs`."""
         contract = CaptureContract.FromString(row.contract)
+        config = parse_config(row.config_yaml, origin=f"run {row.run_id}")
         return cls(
             run=row.id,
             run_id=row.run_id,
-            config=parse_config(row.config_yaml, origin=f"run {row.run_id}"),
+            config=config,
             contract=contract,
             contract_hash=row.contract_hash,
             features=tuple(feature_table(contract)),
-            bytes_per_token=bytes_per_token(contract),
+            bytes_per_token=bytes_per_token(contract) if config.data.source == "prompts" else 0,
             prompt_set_uri=row.prompt_set_uri,
             num_prompts=row.num_prompts,
             total_steps=row.total_steps,

@@ -12,6 +12,7 @@ from specfleet.bus.base import Bus
 from specfleet.contracts.ids import events_subject
 from specfleet.contracts.states import RunState
 from specfleet.coordinator.facts import RunFacts
+from specfleet.coordinator.features import FeatureSets
 from specfleet.coordinator.ledger import Ledger
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.prompts import PromptSets
@@ -66,6 +67,7 @@ class Hub:
         self.ledger = ledger
         self.bus = bus
         self.prompts = PromptSets()
+        self.features = FeatureSets()
         self.dispatch, self.plan, self.outbox, self.care = Wake(), Wake(), Wake(), Wake()
         self.rates: defaultdict[int, Rates] = defaultdict(Rates)
         self.gates: defaultdict[int, CreditGate] = defaultdict(CreditGate)
@@ -95,10 +97,12 @@ class Hub:
 
     def marks(self, facts: RunFacts, store: str) -> Marks | None:
         """None until a worker has reported the pool."""
+        flow = facts.config.flow
+        if facts.offline:
+            return Marks(0, 0, flow.low_samples, flow.high_samples)
         pool = self.pools.get(store)
         if pool is None or pool.capacity_bytes == 0:
             return None
-        flow = facts.config.flow
         return derive_marks(
             high_bytes=flow.high_bytes,
             low_bytes=flow.low_bytes,
@@ -116,6 +120,11 @@ class Hub:
             log.info("run changed state", run=row.run_id, old=row.state, new=str(to), reason=reason)
             self.tell(row.run_id, "state", f"{row.state} → {to}" + (f": {reason}" if reason else ""))
         return changed
+
+    def pause(self, conn: Connection, row: run_rows.RunRow, reason: str) -> None:
+        """As if the user had: ranks write a checkpoint and leave, and the run waits for `specctl run resume`. Inside a write."""
+        run_rows.set_values(conn, row.id, wanted="pause")
+        self.set_state(conn, row, RunState.PAUSED, reason)
 
     def tell(self, run_id: str, kind: str, message: str) -> None:
         """Queues an event for EVENTS; safe from the ledger's writer thread. Dropped when the bus has been away for long."""

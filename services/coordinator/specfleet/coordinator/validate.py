@@ -8,8 +8,9 @@ import numpy.typing as npt
 from specfleet.bus.base import MAX_MESSAGE_BYTES, MAX_PROMPT_BYTES
 from specfleet.config import RunConfig
 from specfleet.config.features import feature_request, total_steps
-from specfleet.contracts.capture import feature_table
+from specfleet.contracts.capture import contract_gaps, feature_table
 from specfleet.contracts.errors import ConfigError, ContractError, DataError
+from specfleet.features.feature_set import FeatureSet
 from specfleet.wire.records_pb2 import CaptureContract
 
 # Token ids below 2^21 take at most 3 bytes as varints, and each token has one byte of loss mask.
@@ -53,6 +54,42 @@ def check_contract(config: RunConfig, contract: CaptureContract) -> None:
     different = [f"{name}: configuration {a}, contract {b}" for name, a, b in pairs if a != b]
     if different:
         raise ContractError("SF-RUN-CONTRACT", f"contract and configuration disagree: {'; '.join(different)}")
+
+
+def check_features(
+    config: RunConfig, contract: CaptureContract, found: FeatureSet, digest: str, lengths: npt.NDArray[np.int32]
+) -> None:
+    """Whether a feature set can serve the run. digest, lengths: of the run's prompt set.
+
+    Raises ContractError SF-RUN-FEATURES-CONTRACT when it was recorded under a contract that does not contain the run's,
+    DataError SF-RUN-FEATURES when prompts are missing, differ or are dead in too great a number.
+    """
+    manifest = found.manifest
+    gaps = contract_gaps(manifest.contract, contract)
+    if gaps:
+        raise ContractError(
+            "SF-RUN-FEATURES-CONTRACT",
+            f"{found.path} cannot serve this run: {'; '.join(gaps)}. Choose a strategy and target it was recorded for, or "
+            "record another set",
+        )
+    problems = []
+    missing = found.missing()
+    if len(missing) or not manifest.complete:
+        problems.append(
+            f"it is not complete: {manifest.rows} of {manifest.num_prompts} prompts are recorded, {len(manifest.dead)} are dead, "
+            f"{len(missing)} are missing. Go on recording it"
+        )
+    if manifest.prompt_set != digest:
+        problems.append(f"it was recorded for prompt set {manifest.prompt_set}, the run's is {digest}")
+    elif len(differ := np.flatnonzero((found.num_tokens != lengths) & (found.num_tokens > 0))):
+        problems.append(f"{len(differ)} prompts have other lengths than in the prompt set, the first is {differ[0]}")
+    if len(manifest.dead) > config.flow.max_dead_fraction * manifest.num_prompts:
+        problems.append(
+            f"{len(manifest.dead)} of {manifest.num_prompts} prompts are dead; flow.max_dead_fraction is "
+            f"{config.flow.max_dead_fraction}"
+        )
+    if problems:
+        raise DataError("SF-RUN-FEATURES", f"{found.path} cannot serve this run: {'; '.join(problems)}")
 
 
 def check_sizes(config: RunConfig, contract: CaptureContract, lengths: npt.NDArray[np.int32]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from specfleet.contracts.errors import ContractError, FeatureLostError, StoreError
 from specfleet.contracts.ids import sample_id
-from specfleet.store.base import FeatureStore
+from specfleet.store.base import FeatureSource
 from specfleet.trainer.plans import PlanBook
 from specfleet.trainer.strategies.base import Strategy
 from specfleet.wire.records_pb2 import SampleRef, StepPlan, TaskAttempt
@@ -40,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: FeatureSource,
         strategy: Strategy,
         book: PlanBook,
         *,

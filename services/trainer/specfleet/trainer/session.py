@@ -17,7 +17,8 @@ from specfleet.contracts.capture import contract_hash
 from specfleet.contracts.errors import ContractError
 from specfleet.contracts.ids import steps_subject
 from specfleet.data.prompt_set import PromptSet
-from specfleet.store.base import FeatureStore
+from specfleet.features.source import FeatureSetSource, is_features_url
+from specfleet.store.base import FeatureSource
 from specfleet.store.factory import open_store
 from specfleet.trainer.checkpoint import CheckpointFolder, Facts, Saved, restore
 from specfleet.trainer.device import DTYPES, pick_device
@@ -111,7 +112,7 @@ class Session:
                     "SF-CHECKPOINT-STEP",
                     f"{directory} holds step {saved.step}, the ledger restores step {joined.restored_step}",
                 )
-        store = self._open_store(joined.store)
+        store = self._open_source(joined)
         cleanup.callback(store.close)
         loader = Loader(
             store,
@@ -175,8 +176,10 @@ class Session:
             trackers.append(TensorBoard(self._directory / "tensorboard", restored_step))
         return trackers
 
-    def _open_store(self, expected: str) -> FeatureStore:
-        store = open_store(self._store_url)
+    def _open_source(self, joined: JoinRunResponse) -> FeatureSource:
+        if is_features_url(joined.store):
+            return FeatureSetSource(joined.store, joined.contract)
+        expected, store = joined.store, open_store(self._store_url)
         if expected and store.name != expected:
             store.close()
             raise ContractError(

@@ -16,7 +16,7 @@ from specfleet.coordinator.hub import HEARTBEAT_S, Hub, now_ms
 from specfleet.coordinator.ledger import fleet, outbox
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
-from specfleet.coordinator.loops.dispatcher import serves, wants_prompts
+from specfleet.coordinator.loops.dispatcher import needs_capture, serves, wants_prompts
 from specfleet.policies.retries import Failure
 from specfleet.wire import capture_pb2 as pb
 from specfleet.wire.capture_pb2_grpc import CaptureControlServicer
@@ -124,7 +124,7 @@ class CaptureApi(CaptureControlServicer):
         wanted = [
             facts
             for row in run_rows.active(conn)
-            if wants_prompts(row) and serves(worker, facts := self._hub.facts(row)) and _needs_capture(conn, facts, row)
+            if wants_prompts(row) and serves(worker, facts := self._hub.facts(row)) and needs_capture(conn, facts, row)
         ]
         serving = [facts for facts in wanted if facts.contract_hash == worker.assigned_hash]
         return next(iter(serving or wanted), None)
@@ -140,8 +140,9 @@ class CaptureApi(CaptureControlServicer):
                 found = [f"contract_hash: no run has the contract {request.contract_hash}"]
             else:
                 found = contract_mismatches(self._hub.facts(row).contract, request.facts)
+            versions = " + ".join(filter(None, (request.engine_version, request.plugin_version)))
             fleet.put_worker(
-                conn, worker_id=request.worker_id, engine_version=request.engine_version,
+                conn, worker_id=request.worker_id, engine_version=versions,
                 contract_hash="" if found else request.contract_hash, quarantined="; ".join(found),
             )  # fmt: skip
             return found
@@ -247,10 +248,3 @@ class CaptureApi(CaptureControlServicer):
         for attempt in attempts:
             grouped[active.get(attempt.task.run_id)].append(attempt)
         return grouped
-
-
-def _needs_capture(conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> bool:
-    """Something is left to capture. A run that only waits for deletions or acks may yet lose features, but rarely: then its
-    tasks are READY again."""
-    counts = run_rows.counts(conn, facts.run)
-    return bool(row.ingested < facts.num_tasks or counts.get("READY", 0) + counts.get("LEASED", 0) > 0)

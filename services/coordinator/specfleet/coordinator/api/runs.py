@@ -19,7 +19,9 @@ from specfleet.coordinator.hub import Hub, now_ms
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger.verify import explain, verify
 from specfleet.coordinator.snapshot import members, snapshot
-from specfleet.coordinator.validate import check_contract, check_resume, check_sizes, largest_window
+from specfleet.coordinator.validate import check_contract, check_features, check_resume, check_sizes, largest_window
+from specfleet.features.feature_set import FeatureSet
+from specfleet.features.source import features_url
 from specfleet.policies.credits import check_window_fits, derive_marks
 from specfleet.wire import run_pb2 as pb
 from specfleet.wire.run_pb2_grpc import RunServiceServicer
@@ -46,7 +48,13 @@ class RunApi(RunServiceServicer):
         lengths = await self._hub.prompts.lengths(request.prompt_set_uri)
         check_sizes(config, request.contract, lengths)
         window_tokens = largest_window(config, lengths)
-        self._check_pools(config, request, window_tokens)
+        store = ""
+        if config.data.source == "features":
+            features = await asyncio.to_thread(FeatureSet.open, config.data.features)
+            check_features(config, request.contract, features, prompt_set.digest, lengths)
+            store = features_url(features)
+        else:
+            self._check_pools(config, request, window_tokens)
         now = now_ms()
         values = {
             "run_id": run_id, "strategy": config.strategy.name, "target": request.contract.target,
@@ -55,7 +63,7 @@ class RunApi(RunServiceServicer):
             "prompt_set_uri": request.prompt_set_uri, "output_dir": config.deployment.output_dir,
             "num_prompts": len(lengths), "bytes_per_token": bytes_per_token(request.contract),
             "window_tokens": window_tokens, "total_steps": total_steps(config, len(lengths)),
-            "submitted_ms": now, "updated_ms": now,
+            "store": store, "submitted_ms": now, "updated_ms": now,
         }  # fmt: skip
         facts_of_set = {
             "digest": prompt_set.digest, "uri": request.prompt_set_uri, "num_prompts": len(lengths),
@@ -199,8 +207,11 @@ class RunApi(RunServiceServicer):
                 raise ConfigError(
                     "SF-RUN-OVER", f"run {run_id} is {row.state}; it cannot be {reason.split()[0]} any more"
                 )
-            run_rows.set_values(conn, row.id, wanted=wanted)
-            self._hub.set_state(conn, row, state, reason)
+            if wanted == "pause":
+                self._hub.pause(conn, row, reason)
+            else:
+                run_rows.set_values(conn, row.id, wanted=wanted)
+                self._hub.set_state(conn, row, state, reason)
 
         await self._hub.ledger.write(steer)
         self._wake()

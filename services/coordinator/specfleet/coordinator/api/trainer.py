@@ -192,6 +192,8 @@ class TrainerApi(TrainerControlServicer):
         def lose(conn: Connection) -> tuple[bool, int]:
             if run_rows.get(conn, facts.run).generation != request.generation:
                 return False, 0
+            if facts.offline:
+                return True, self._pause(conn, facts, request.reason)
             lost = [(a.task.epoch, a.task.prompt_index, a.attempt) for a in request.lost]
             return True, window_rows.lose(conn, facts, request.step, lost, request.reason, now_ms())
 
@@ -204,6 +206,13 @@ class TrainerApi(TrainerControlServicer):
         self._hub.dispatch.set()
         self._hub.outbox.set()
         return pb.ReportLostResponse(accepted=accepted)
+
+    def _pause(self, conn: Connection, facts: RunFacts, reason: str) -> int:
+        """Nothing can capture again what a feature set lost: the run keeps what it has trained and waits for its user."""
+        row = run_rows.get(conn, facts.run)
+        if row.wanted == "run":
+            self._hub.pause(conn, row, f"{reason}. Then: specctl run resume {row.run_id}")
+        return 0
 
     async def CommitCheckpoint(self, request: pb.CommitCheckpointRequest, context: Any) -> pb.CommitCheckpointResponse:
         facts = await self._hub.facts_of(request.run_id)

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from specfleet.contracts.ids import feature_key, task_key
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import hot
+from specfleet.coordinator.ledger import hot, offline
 from specfleet.coordinator.ledger.moves import Task
 from specfleet.coordinator.ledger.tables import outbox, runs
 from specfleet.wire.records_pb2 import Release, SampleRef, TaskAttempt
@@ -33,7 +33,10 @@ def attempt_keys(facts: RunFacts, store: str, epoch: int, prompt_index: int, att
 
 def discard(conn: Connection, facts: RunFacts, rows: Sequence[Task], now_ms: int) -> None:
     """Queues the deletion of what the current attempts of these tasks wrote or may have written. Their bytes move along:
-    the caller sets tasks.reserved_bytes to NULL in the same transaction."""
+    the caller sets tasks.reserved_bytes to NULL in the same transaction. What lies in a feature set stays there."""
+    if facts.offline:
+        offline.forget(conn, facts, rows)
+        return
     stored = _stored(conn, facts.run, rows, keys=facts.config.flow.reuse_bytes > 0)
     fallback = conn.execute(_RUN_STORE, {"run": facts.run}).scalar_one()
     entries = []

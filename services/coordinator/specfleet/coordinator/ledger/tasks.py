@@ -9,9 +9,10 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import hot, kept, outbox
+from specfleet.coordinator.ledger import hot, kept, offline, outbox
 from specfleet.coordinator.ledger.moves import Task, chunks, count, load_by_prompt, load_by_seq, move, record
 from specfleet.coordinator.ledger.tables import runs, task_counts, tasks, windows
+from specfleet.features.feature_set import FeatureSet
 from specfleet.policies.credits import CreditGate, Held, Marks
 from specfleet.policies.retries import Failure, judge
 
@@ -57,16 +58,23 @@ class Dispatched:
     attempt: int
     reserved_bytes: int
     taken_over: bool = False
-    """CAPTURED already, with the features an earlier epoch left."""
+    """Its features are there already: those an earlier epoch left, or those of a feature set."""
 
 
 def dispatch(
-    conn: Connection, facts: RunFacts, gate: CreditGate, marks: Marks, pool_free_bytes: int, limit: int, now_ms: int
+    conn: Connection,
+    facts: RunFacts,
+    gate: CreditGate,
+    marks: Marks,
+    pool_free_bytes: int,
+    limit: int,
+    now_ms: int,
+    features: FeatureSet | None = None,
 ) -> list[Dispatched]:
     """Reserves credits for the next READY tasks in order, raises their attempt and marks them dispatched.
 
-    Announce them only after this is committed, and not those that took over kept features.
-    pool_free_bytes: what all runs together may still reserve in the pool.
+    Announce them only after this is committed, and not those that took over features.
+    pool_free_bytes: what all runs together may still reserve in the pool. features: the set an offline run trains from.
     """
     query = (
         select(tasks)
@@ -95,7 +103,10 @@ def dispatch(
         seqs = hot.Ids(row.seq for row in chosen)
         hot.execute(conn, sql, now_ms, facts.bytes_per_token, facts.run, seqs)
     record(conn, chosen, str(TaskState.READY), "dispatched", attempt_delta=1)
-    captured = kept.take_over(conn, facts, load_by_seq(conn, facts.run, [row.seq for row in chosen]))
+    current = load_by_seq(conn, facts.run, [row.seq for row in chosen])
+    captured = (
+        offline.take(conn, facts, features, current, now_ms) if features else kept.take_over(conn, facts, current)
+    )
     return [
         Dispatched(
             row.epoch, row.prompt_index, row.attempt + 1, row.num_tokens * facts.bytes_per_token, row.seq in captured
@@ -233,6 +244,9 @@ def fail(
         row = found.get((epoch, index))
         if row is None or row.attempt != attempt or row.state != TaskState.LEASED or row.worker != worker:
             continue
+        if failure is Failure.INFRA:
+            # A server whose answer was lost may have stored everything.
+            outbox.discard(conn, facts, [row], now_ms)
         verdict = judge(failure, row.failures, facts.config.flow.sample_budget)
         blamed = blamed or verdict.blames_worker
         finish_attempt(

@@ -48,6 +48,8 @@ class Dispatcher:
         """Ingests tasks when they run low, binds the run to a pool, checks that a window fits. False: no dispatch now."""
         facts = self._hub.facts(row)
         await self._ingest(facts)
+        if facts.offline:
+            return await self._opens(facts, row)
         store = row.store if row.store in self._hub.pools else self._largest_pool()
         if not store:
             return False
@@ -58,6 +60,16 @@ class Dispatcher:
     def _largest_pool(self) -> str:
         pools = sorted(self._hub.pools.values(), key=lambda pool: (pool.capacity_bytes, pool.name))
         return pools[-1].name if pools else ""
+
+    async def _opens(self, facts: RunFacts, row: run_rows.RunRow) -> bool:
+        """Whether the feature set of an offline run can be read; a run whose set cannot waits for its user."""
+        try:
+            await self._hub.features.open(row.store)
+        except SpecfleetError as error:
+            message = str(error)
+            await self._hub.ledger.write(lambda conn: self._hub.pause(conn, row, message))
+            return False
+        return True
 
     async def _fits(self, facts: RunFacts, row: run_rows.RunRow, store: str) -> bool:
         marks = self._hub.marks(facts, store)
@@ -94,17 +106,17 @@ class Dispatcher:
             await self._hub.ledger.write(lambda conn: task_rows.ingest(conn, facts, prompts, cursor))
 
     async def _turn(self, facts: RunFacts, row: run_rows.RunRow) -> int:
+        features = await self._hub.features.open(row.store) if facts.offline else None
+
         def dispatch(conn: Connection) -> tuple[str, list[task_rows.Dispatched]]:
             current = run_rows.get(conn, facts.run)
             marks = self._hub.marks(facts, current.store)
             limit = min(TURN, _still_needed(conn, facts, current.trained_step))
             if marks is None or not wants_prompts(current) or limit <= 0:
                 return current.store, []
-            free = int(self._hub.pools[current.store].capacity_bytes * POOL_HIGH_FRACTION) - _pool_held(
-                conn, current.store
-            )
+            free = 0 if facts.offline else self._pool_free(conn, current.store)
             gate = self._hub.gates[facts.run]
-            return current.store, task_rows.dispatch(conn, facts, gate, marks, free, limit, now_ms())
+            return current.store, task_rows.dispatch(conn, facts, gate, marks, free, limit, now_ms(), features)
 
         store, chosen = await self._hub.ledger.write(dispatch)
         announced = [task for task in chosen if not task.taken_over]
@@ -113,6 +125,10 @@ class Dispatcher:
         if len(announced) < len(chosen):
             self._hub.plan.set()
         return len(chosen)
+
+    def _pool_free(self, conn: Connection, store: str) -> int:
+        """Bytes that all runs together may still reserve in a pool."""
+        return int(self._hub.pools[store].capacity_bytes * POOL_HIGH_FRACTION) - _pool_held(conn, store)
 
     async def _publish(self, facts: RunFacts, store: str, chosen: Sequence[task_rows.Dispatched]) -> None:
         prompts = await self._hub.prompts.read(facts.prompt_set_uri, [task.prompt_index for task in chosen])
@@ -164,6 +180,14 @@ def _pool_held(conn: Connection, store: str) -> int:
 
 
 _RESERVED = select(func.coalesce(func.sum(tasks.c.reserved_bytes), 0)).where(tasks.c.reserved_bytes.is_not(None))
+
+
+def needs_capture(conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> bool:
+    """Something is left to capture. A run that only waits for deletions or acks may yet lose features, but rarely: then its
+    tasks are READY again. An offline run never captures."""
+    counts = run_rows.counts(conn, facts.run)
+    open_tasks = counts.get(TaskState.READY, 0) + counts.get(TaskState.LEASED, 0)
+    return not facts.offline and bool(row.ingested < facts.num_tasks or open_tasks > 0)
 
 
 def serves(worker: fleet.WorkerRow, facts: RunFacts) -> bool:

@@ -89,7 +89,7 @@ class Planner:
         await self._hub.bus.publish_many(messages)
 
     async def _stop(self, facts: RunFacts, row: run_rows.RunRow) -> None:
-        reason = {"pause": "paused by user", "cancel": "cancelled"}.get(row.wanted, f"run is {row.state}: {row.reason}")
+        reason = {"pause": row.reason, "cancel": "cancelled"}.get(row.wanted, f"run is {row.state}: {row.reason}")
 
         def last_step(conn: Connection) -> int:
             open_windows = window_rows.planned(conn, facts.run, row.generation)

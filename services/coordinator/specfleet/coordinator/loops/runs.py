@@ -11,7 +11,7 @@ from specfleet.coordinator.hub import Hub, now_ms
 from specfleet.coordinator.ledger import fleet, kept, outbox
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
-from specfleet.coordinator.loops.dispatcher import serves
+from specfleet.coordinator.loops.dispatcher import needs_capture, serves
 from specfleet.policies.breaker import BreakerState
 from specfleet.policies.retries import outcome
 
@@ -59,7 +59,8 @@ class Runs:
         if row.state == RunState.DRAINING:
             return self._drained(conn, facts, row)
         if row.wanted == "pause":
-            return self._hub.set_state(conn, row, RunState.PAUSED, "paused by user")
+            # Whoever asked for the pause has set the state, and said why.
+            return row.state != RunState.PAUSED and self._hub.set_state(conn, row, RunState.PAUSED, "paused by user")
         if self._starved(conn, facts, row):
             return True
         evicted = self._evict(conn, facts, row)
@@ -69,18 +70,18 @@ class Runs:
     def _wanted_state(self, conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> tuple[RunState, str]:
         served = any(_able(worker, facts) for worker in fleet.live_workers(conn))
         if row.generation == 0:
-            waits = [] if served else ["no capture worker yet"]
+            waits = [] if served or facts.offline else ["no capture worker yet"]
             waits += [] if fleet.nodes(conn, run=row.id) else ["no trainer agent with free slots yet"]
             return RunState.PREPARING, "; ".join(waits) or "trainer and capture are loading"
         if not row.attached_world:
             return RunState.PAUSED, "trainer detached"
-        if not served and _capture_left(conn, facts, row):
+        if not served and needs_capture(conn, facts, row):
             return RunState.PAUSED, "capture pool empty"
         return RunState.RUNNING, ""
 
     def _starved(self, conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> bool:
         """Keeps the clock of an empty capture pool; True when the run was given up over it."""
-        missing = _capture_left(conn, facts, row) and not any(
+        missing = needs_capture(conn, facts, row) and not any(
             _able(worker, facts) for worker in fleet.live_workers(conn)
         )
         since = (row.starved_since_ms or now_ms()) if missing else 0
@@ -140,11 +141,6 @@ class Runs:
 
 def _able(worker: fleet.WorkerRow, facts: RunFacts) -> bool:
     return serves(worker, facts) and fleet.breaker(worker).state is not BreakerState.OPEN
-
-
-def _capture_left(conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> bool:
-    counts = run_rows.counts(conn, facts.run)
-    return row.ingested < facts.num_tasks or counts.get(TaskState.READY, 0) + counts.get(TaskState.LEASED, 0) > 0
 
 
 def observe(conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> None:
