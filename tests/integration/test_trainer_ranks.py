@@ -39,9 +39,9 @@ def one_step(micro_batches: list[list[int]], ranks: Ranks) -> dict[str, Any]:
     strategy = TinyStrategy()
     optimizer = MasterAdamW(strategy.draft.named_parameters(), max_grad_norm=1e9)
     batches = [strategy.collate([sample(length) for length in lengths]) for lengths in micro_batches]
-    sums = accumulate(strategy, batches, optimizer, ranks)
-    norm = optimizer.step(1e-3, ranks)
-    total = Sums.total(ranks.gather(sums.fact()))
+    share = accumulate(strategy, batches, optimizer, ranks)
+    norm = float(optimizer.step(1e-3, ranks))
+    total = Sums.total(ranks.gather(share.read().fact()))
     gradient = torch.cat([t.flatten() for name, t in optimizer.state().items() if name.startswith("exp_avg.")]) * 10
     return {"gradient": gradient.tolist(), "norm": norm, "pairs": total.pairs, "loss_tokens": total.num_loss_tokens}
 

@@ -46,7 +46,7 @@ def test_equals_torch_adamw_with_clipping_and_accumulation() -> None:
         for x in micro_batches:
             ours(x).square().sum().backward()
             optimizer.collect()
-        norm = optimizer.step(lr, Ranks())
+        norm = float(optimizer.step(lr, Ranks()))
         reference(torch.cat(micro_batches)).square().sum().backward()
         expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         plain.param_groups[0]["lr"] = lr
@@ -92,11 +92,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     model[0].bias.grad = torch.full((7,), math.nan)
     optimizer.collect()
-    assert math.isnan(optimizer.step(1e-2, Ranks()))
+    assert math.isnan(float(optimizer.step(1e-2, Ranks())))
     assert all(torch.equal(before[name], tensor) for name, tensor in optimizer.state().items())
     model[0].bias.grad = torch.ones(7)
     optimizer.collect()
-    assert optimizer.step(1e-2, Ranks()) == pytest.approx(math.sqrt(7))
+    assert float(optimizer.step(1e-2, Ranks())) == pytest.approx(math.sqrt(7))
 
 
 def test_state_round_trip_continues_identically() -> None:

@@ -118,8 +118,7 @@ class TrainLoop:
     def _train(self, window: Window, wait_s: float, watch: Stopwatch) -> None:
         step = self.step + 1
         self._strategy.begin_step(step)
-        sums = accumulate(self._strategy, window.batches, self._optimizer, self._ranks)
-        sums.num_samples = sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches)
+        share = accumulate(self._strategy, window.batches, self._optimizer, self._ranks)
         trainer = self._config.trainer
         lr = learning_rate(
             step - 1,
@@ -128,7 +127,10 @@ class TrainLoop:
             warmup_ratio=trainer.warmup_ratio,
             schedule=trainer.lr_schedule,
         )
-        grad_norm = self._optimizer.step(lr, self._ranks)
+        norm = self._optimizer.step(lr, self._ranks)
+        # Only now the host waits for the device, once per step: an ack says that the step is done.
+        sums, grad_norm = share.read(), float(norm)
+        sums.num_samples = sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches)
         if not math.isfinite(grad_norm):
             log.error("gradient is not finite; weights left as they were", step=step, grad_norm=grad_norm)
         self.step = step

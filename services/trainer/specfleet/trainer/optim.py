@@ -57,28 +57,35 @@ class MasterAdamW:
             "exp_avg": torch.zeros_like(self._master, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(self._master, requires_grad=False),
         }
+        self._grad_views, self._master_views = self._views(self._grad), self._views(self._master.detach())
 
     @torch.no_grad()
     def collect(self) -> None:
         """Adds the parameters' gradients of one micro-batch to the fp32 sum and drops them. None counts as zero."""
-        for parameter, grad in zip(self.parameters, self._views(self._grad), strict=True):
-            if parameter.grad is not None:
-                grad.add_(parameter.grad)
-                parameter.grad = None
+        found = [
+            (sum_, p.grad) for sum_, p in zip(self._grad_views, self.parameters, strict=True) if p.grad is not None
+        ]
+        if found:
+            sums, grads = zip(*found, strict=True)
+            torch._foreach_add_(sums, grads)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float, ranks: Ranks) -> float:
-        """Sums gradients over ranks, clips by c/(‖g‖+1e-6), updates. Returns ‖g‖ before clipping.
+    def step(self, lr: float, ranks: Ranks) -> torch.Tensor:
+        """Sums gradients over ranks, clips by c/(‖g‖+1e-6), updates. Returns ‖g‖ before clipping (a scalar on the device).
 
-        A norm that is not finite leaves weights and moments as they are; the caller sees the norm and reports it.
+        A norm that is not finite leaves weights and moments as they are; the caller sees the norm and reports it. Nothing
+        here waits for the device.
         """
         ranks.sum_(self._grad)
-        norm = float(torch.linalg.vector_norm(self._grad))
-        if math.isfinite(norm):
-            self._grad.mul_(min(1.0, self.max_grad_norm / (norm + _CLIP_EPS)))
-            self._adamw.param_groups[0]["lr"] = lr
-            self._adamw.step()
-            self._write_back()
+        norm = torch.linalg.vector_norm(self._grad)
+        self._grad.mul_((self.max_grad_norm / (norm.double() + _CLIP_EPS)).clamp(max=1.0))
+        # The protocol of torch's gradient scaler: the fused kernel updates nothing where found_inf is 1.
+        self._adamw.found_inf = (~torch.isfinite(norm)).float()
+        self._adamw.param_groups[0]["lr"] = lr
+        self._adamw.step()
+        self._write_back()
         self._grad.zero_()
         return norm
 
@@ -111,8 +118,7 @@ class MasterAdamW:
         return {"master": self._master.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
 
     def _write_back(self) -> None:
-        for parameter, master in zip(self.parameters, self._views(self._master.detach()), strict=True):
-            parameter.copy_(master)
+        torch._foreach_copy_(self.parameters, self._master_views)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([parameter.numel() for parameter in self.parameters])

@@ -42,9 +42,28 @@ class Sums:
         self.pairs[name] = (old[0] + numerator, old[1] + denominator)
 
 
+@dataclass
+class Share:
+    """One rank's share of a step as the device knows it. Nothing waits for the device before `read`."""
+
+    num_tokens: int
+    num_loss_tokens: int
+    names: list[str] = field(default_factory=list)
+    values: torch.Tensor | None = None
+    """[2 · len(names)] float64 on the device: numerator and denominator of each name, in turn."""
+
+    def read(self) -> Sums:
+        """Waits for the step and fetches all its numbers in one transfer."""
+        sums = Sums(num_tokens=self.num_tokens, num_loss_tokens=self.num_loss_tokens)
+        values = [] if self.values is None else self.values.tolist()
+        for name, numerator, denominator in zip(self.names, values[::2], values[1::2], strict=True):
+            sums.add(name, numerator, denominator)
+        return sums
+
+
 def accumulate(
     strategy: Strategy, batches: Sequence[dict[str, torch.Tensor]], optimizer: MasterAdamW, ranks: Ranks
-) -> Sums:
+) -> Share:
     """Forward and backward of this rank's micro-batches (possibly none); gradients end up in the optimizer's fp32 sum.
 
     Collective: denominators are summed over ranks between the preparation of the micro-batches and the first forward.
@@ -52,11 +71,11 @@ def accumulate(
     prepared = [strategy.prepare(batch) for batch in batches]
     terms = sorted(strategy.term_weights)
     scales = _scales(strategy, terms, prepared, ranks)
-    sums = Sums(
+    share = Share(
         num_tokens=sum(item.num_tokens for item in prepared),
         num_loss_tokens=sum(item.num_loss_tokens for item in prepared),
     )
-    collected: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    values: list[torch.Tensor] = []
     while prepared:
         # Popped, so that a micro-batch's memory is free once its backward is done.
         objective = strategy.objective(prepared.pop(0))
@@ -64,14 +83,12 @@ def accumulate(
         loss = (numerators * scales).sum()
         loss.backward()
         optimizer.collect()
-        collected.append(("loss", loss.detach(), torch.zeros_like(loss)))
-        collected += [(name, pair[0].detach(), pair[1].detach()) for name, pair in objective.metrics.items()]
-    if collected:
-        # One transfer from the device for all metrics of the step.
-        values = torch.stack([torch.stack([a.double(), b.double()]) for _, a, b in collected]).tolist()
-        for (name, _, _), (numerator, denominator) in zip(collected, values, strict=True):
-            sums.add(name, numerator, denominator)
-    return sums
+        share.names += ["loss", *objective.metrics]
+        values += [loss.detach(), torch.zeros_like(loss)]
+        values += [value.detach() for pair in objective.metrics.values() for value in pair]
+    if values:
+        share.values = torch.stack(values).double()
+    return share
 
 
 def _scales(strategy: Strategy, terms: list[str], prepared: list[Prepared], ranks: Ranks) -> torch.Tensor:
