@@ -105,15 +105,15 @@ def test_a_batch_holds_only_what_is_used() -> None:
     features = random_features([12, 2, 8])
     features[2]["loss_mask"][:] = torch.tensor([0, 1, 1, 0, 0, 0, 0, 0])
     batch = collate_blocks(features, _plan(num_anchors=3, chunk_blocks=2))
-    first, last = batch["anchors"][:3], int(batch["anchors"][2])
-    assert batch["counts"].tolist() == [3, 0, 1]
+    last = int(batch["anchors"][2])
+    assert batch["sample"].tolist() == [0, 0, 0, 2]
     assert int(batch["anchors"][3]) == 1
     # Context ends before the last anchor of each sample: its own state is not known when the block is drafted.
     assert torch.equal(
         batch["context_states"], torch.cat((features[0]["aux_states"][:last], features[2]["aux_states"][:1]))
     )
     assert batch["context_positions"].tolist() == [*range(last), 0]
-    assert batch["spans"].tolist() == [[0, 3, 0, int(first[0]), last], [3, 4, last, 1, 1]]
+    assert batch["starts"].tolist() == [0, 0, 0, last]
     assert batch["block_bounds"].tolist() == [0, 2, 4]
     assert batch["row_bounds"].tolist() == [0, int(batch["valid"][:2].sum()), int(batch["valid"].sum())]
     assert torch.equal(batch["valid"].flatten().nonzero().flatten(), batch["rows"])

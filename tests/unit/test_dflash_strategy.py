@@ -119,7 +119,7 @@ def test_no_slot_sees_what_it_is_to_guess(draft: dict[str, Any]) -> None:
         batch = strategy.collate([{**samples[0], **changed}])
         model = strategy.draft
         context = model.context(batch["context_states"], batch["context_positions"])
-        hidden = model.blocks(context, batch["anchors"], batch["anchor_ids"], batch["spans"], embedding)
+        hidden = model.blocks(context, batch["anchors"], batch["anchor_ids"], batch["starts"], embedding)
         return hidden[batch["anchors"].tolist().index(anchor)]
 
     before = outputs({})
@@ -139,14 +139,14 @@ def test_slots_of_a_block_see_one_another_only_as_layers_allow() -> None:
     draft = tiny_dflash(dtype=torch.float64, num_layers=1, layer_types=["sliding_attention"], sliding_window=6)
     embedding, _ = frozen_matrices()
     context = [(torch.zeros(0, 2, 8, dtype=torch.float64),) * 2]
-    anchors, spans = torch.tensor([0]), torch.tensor([[0, 1, 0, 0, 0]])
+    anchors = starts = torch.tensor([0])
     changed = embedding.clone()
     changed[MASK] += 1.0
-    a, b = (draft.blocks(context, anchors, torch.tensor([5]), spans, matrix)[0] for matrix in (embedding, changed))
+    a, b = (draft.blocks(context, anchors, torch.tensor([5]), starts, matrix)[0] for matrix in (embedding, changed))
     assert torch.equal(a[0], b[0])  # the anchor's slot sees no mask token
     assert not (a[1:] == b[1:]).all(-1).any()
     full = tiny_dflash(dtype=torch.float64, num_layers=1)
-    a, b = (full.blocks(context, anchors, torch.tensor([5]), spans, matrix)[0] for matrix in (embedding, changed))
+    a, b = (full.blocks(context, anchors, torch.tensor([5]), starts, matrix)[0] for matrix in (embedding, changed))
     assert not (a == b).all(-1).any()
 
 

@@ -49,7 +49,7 @@ def largest_gap(draft: DFlashDraft, target: HFTarget, texts: list[list[int]]) ->
     gap, compared = 0.0, 0
     with torch.no_grad():
         context = draft.context(batch["context_states"], batch["context_positions"])
-        trained = draft.blocks(context, batch["anchors"], batch["anchor_ids"], batch["spans"], target.embedding_VH)
+        trained = draft.blocks(context, batch["anchors"], batch["anchor_ids"], batch["starts"], target.embedding_VH)
         for index, text in enumerate(texts):
             item = target.capture([text])[0]
             assert isinstance(item, dict)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Draft, Drafter, Pick, likeliest
-from specfleet.drafts.block_attention import block_attention, plan_spans
+from specfleet.drafts.block_attention import block_attention
 from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope, Rotation, SwiGLU
 
 
@@ -191,13 +191,13 @@ class BlockDraft(Draft):
         context: Sequence[tuple[torch.Tensor, torch.Tensor]],
         anchors_N: torch.Tensor,
         anchor_ids_N: torch.Tensor,
-        spans_C5: torch.Tensor,
+        starts_N: torch.Tensor,
         embedding_VH: torch.Tensor,
     ) -> torch.Tensor:
         """Normed outputs [N, G, H] of N blocks, the tensor that enters the target's head.
 
         anchors_N, anchor_ids_N: position and token of each anchor, blocks of one sequence together and ascending.
-        spans_C5 (on the CPU): see `plan_spans`.
+        starts_N: the context row where each block's sequence begins.
         """
         count, slots = len(anchors_N), self.config.block_size
         dtype = self.fc.weight.dtype
@@ -215,7 +215,7 @@ class BlockDraft(Draft):
                 keys.unflatten(0, (count, slots)),
                 values.unflatten(0, (count, slots)),
                 anchors_N,
-                spans_C5,
+                starts_N,
                 self.config.window_of(index),
             )
             hidden = layer.finish(hidden, attended.flatten(0, 1))
@@ -299,12 +299,10 @@ class BlockDraft(Draft):
         k: int,
     ) -> torch.Tensor:
         """[N, k] bool: the leading run of right guesses of the blocks anchored behind these rows (ascending per sequence)."""
-        batch, length = input_ids_BT.shape
+        length = input_ids_BT.shape[1]
         anchors = row_N + 1
-        counts = torch.bincount(sequence_N.cpu(), minlength=batch)
-        spans = plan_spans(anchors.cpu(), counts, torch.arange(batch) * length)
         anchor_ids = input_ids_BT[sequence_N, anchors]
-        hidden = self.blocks(context, anchors, anchor_ids, spans, embedding_VH)
+        hidden = self.blocks(context, anchors, anchor_ids, sequence_N * length, embedding_VH)
         ahead = anchors[:, None] + 1 + torch.arange(k, device=anchors.device)
         text = torch.where(ahead < length, input_ids_BT[sequence_N[:, None], ahead.clamp_max(length - 1)], -1)
         found = self.matches(hidden, anchor_ids, text, embedding_VH, head_VH)
@@ -365,7 +363,5 @@ class BlockDrafter(Drafter):
             (self._cache[2 * layer, : self._length], self._cache[2 * layer + 1, : self._length])
             for layer in range(self._draft.config.num_layers)
         ]
-        anchors = torch.tensor([self._length])
-        spans = plan_spans(anchors, torch.tensor([1]), torch.tensor([0]))
-        anchor_ids = torch.tensor([self._anchor_id], device=device)
-        return self._draft.blocks(context, anchors.to(device), anchor_ids, spans, self._embedding)[0]
+        anchor, anchor_id, start = torch.tensor([[self._length], [self._anchor_id], [0]], device=device)
+        return self._draft.blocks(context, anchor, anchor_id, start, self._embedding)[0]

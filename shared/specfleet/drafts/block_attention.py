@@ -4,38 +4,31 @@ Slot j of the block anchored at position a sees context positions s < a, strictl
 anchor does not exist yet. With a window w also s ≥ a + j − (w − 1). Inside the block all slots see one another; with a window
 only earlier ones and themselves, as serving engines run such layers.
 
-The context part runs on torch's fused kernels, a run of blocks at a time; the small part inside the blocks is merged into it
-by log-sum-exp. Memory is O(slots), the only mask that exists is that of one run, and context and blocks of different
-sequences never meet.
+On a GPU this is a pair of fused kernels (kernels/block_attention.py). On a CPU the context part runs on torch's own kernel, a run
+of blocks at a time, and the small part inside the blocks is merged into it by log-sum-exp. Either way memory is O(slots), and
+context and blocks of different sequences never meet.
 
 Shapes: N blocks of G slots, S context rows of all sequences one after another, n_q / n_kv heads (g = n_q / n_kv), d head size.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from specfleet.drafts.lse_attention import Extra, attention_backward, attention_forward, bias_like
+from specfleet.drafts.lse_attention import attention_backward, attention_forward, bias_like
 
-# Blocks of one kernel call: with 16 slots and 4 query heads per key head, 2048 rows against up to T keys.
+# Blocks of one kernel call on a CPU: with 16 slots and 4 query heads per key head, 2048 rows against up to T keys.
 SPAN_BLOCKS = 32
 
 
-def plan_spans(
-    anchors_N: torch.Tensor, counts_B: torch.Tensor, starts_B: torch.Tensor, span_blocks: int = SPAN_BLOCKS
-) -> torch.Tensor:
-    """Runs of consecutive blocks of one sequence: int64 [C, 5] on the CPU.
+class Span(NamedTuple):
+    """Consecutive blocks first … last − 1 of one sequence, its first context row, and the smallest and largest anchor."""
 
-    Columns: first block, one past the last, first context row of the sequence, smallest and largest anchor of the run.
-    anchors_N: positions, ascending within each sequence, on the CPU. counts_B: blocks per sequence (zero is fine).
-    starts_B: the sequence's first context row.
-    """
-    runs = -(-counts_B // span_blocks)
-    owner = torch.repeat_interleave(torch.arange(len(counts_B)), runs)
-    nth = torch.arange(len(owner)) - (runs.cumsum(0) - runs)[owner]
-    first = (counts_B.cumsum(0) - counts_B)[owner] + nth * span_blocks
-    last = torch.minimum(first + span_blocks, counts_B.cumsum(0)[owner])
-    return torch.stack((first, last, starts_B[owner], anchors_N[first], anchors_N[last - 1]), dim=1)
+    first: int
+    last: int
+    start: int
+    smallest: int
+    largest: int
 
 
 def block_attention(
@@ -45,20 +38,39 @@ def block_attention(
     block_k_NGnd: torch.Tensor,
     block_v_NGnd: torch.Tensor,
     anchors_N: torch.Tensor,
-    spans_C5: torch.Tensor,
+    starts_N: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """[N, G, n_q, d]. Keys and values have n_kv heads. spans_C5: see `plan_spans`; together they cover every block once."""
-    return _BlockAttention.apply(
-        q_NGnd, context_k_Snd, context_v_Snd, block_k_NGnd, block_v_NGnd, anchors_N, spans_C5.tolist(), window
-    )
+    """[N, G, n_q, d]. Keys and values have n_kv heads.
+
+    anchors_N: positions, ascending within each sequence. starts_N: the context row where each block's sequence begins,
+    ascending. Both int64, on the device of the rest.
+    """
+    tensors = (q_NGnd, context_k_Snd, context_v_Snd, block_k_NGnd, block_v_NGnd)
+    if q_NGnd.is_cuda:
+        # Imported here: only hosts with a GPU have Triton.
+        from specfleet.drafts.kernels.block_attention import fused_block_attention
+
+        return fused_block_attention(*tensors, anchors_N, starts_N, window)
+    return _BlockAttention.apply(*tensors, anchors_N, plan_spans(anchors_N, starts_N), window)
+
+
+def plan_spans(anchors_N: torch.Tensor, starts_N: torch.Tensor) -> list[Span]:
+    """Runs of at most SPAN_BLOCKS blocks of one sequence that together cover every block once."""
+    found, begin = [], 0
+    for count in starts_N.unique_consecutive(return_counts=True)[1].tolist():
+        for first in range(begin, begin + count, SPAN_BLOCKS):
+            last = min(first + SPAN_BLOCKS, begin + count)
+            found.append(Span(first, last, int(starts_N[first]), int(anchors_N[first]), int(anchors_N[last - 1])))
+        begin += count
+    return found
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, context_k: torch.Tensor, context_v: torch.Tensor, block_k: torch.Tensor,
-        block_v: torch.Tensor, anchors: torch.Tensor, spans: list[list[int]], window: int | None,
+        block_v: torch.Tensor, anchors: torch.Tensor, spans: list[Span], window: int | None,
     ) -> torch.Tensor:  # fmt: skip
         scale = q.shape[-1] ** -0.5
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -66,32 +78,28 @@ class _BlockAttention(torch.autograd.Function):
         block_lse = scores.logsumexp(-1)
         block_out = torch.einsum("nhrs,nshd->nhrd", torch.exp(scores - block_lse[..., None]), block_v.to(wide))
         out_NhRd, lse_NhR = block_out, block_lse
-        extras: list[list[Extra]] = []
         for span in spans:
-            blocks = slice(span[0], span[1])
+            low = _low(span, window)
+            if low == span.largest:
+                continue
+            blocks = slice(span.first, span.last)
             rows = _rows(q[blocks], context_k.shape[1])
-            extras.append([])
-            for low, high, masked in _parts(span, q, window):
-                visible = _visible(anchors[blocks], q.shape, context_k.shape[1], low, high, window) if masked else None
-                keys, values = _keys(context_k, span[2], low, high), _keys(context_v, span[2], low, high)
-                bias = None if visible is None else bias_like(rows, visible)
-                out, lse, extra = attention_forward(rows, keys, values, scale, bias)
-                extras[-1].append(extra)
-                part_out, part_lse = _unrows(out[0], span), _unrows(lse[0].to(wide), span)
-                if visible is not None:
-                    # Kernels leave rows that see nothing undefined.
-                    some = visible.any(-1).view(span[1] - span[0], 1, -1)
-                    part_lse = torch.where(some, part_lse, -torch.inf)
-                    part_out = torch.where(some[..., None], part_out, 0.0)
-                merged = torch.logaddexp(lse_NhR[blocks], part_lse)
-                out_NhRd[blocks] = (
-                    out_NhRd[blocks] * torch.exp(lse_NhR[blocks] - merged)[..., None]
-                    + part_out.to(wide) * torch.exp(part_lse - merged)[..., None]
-                )
-                lse_NhR[blocks] = merged
+            keys, values = _keys(context_k, span, low), _keys(context_v, span, low)
+            visible = _visible(anchors[blocks], q.shape, context_k.shape[1], low, span.largest, window)
+            out, lse, _ = attention_forward(rows, keys, values, scale, bias_like(rows, visible))
+            # The kernel leaves rows that see nothing undefined.
+            some = visible.any(-1).view(span.last - span.first, 1, -1)
+            part_lse = torch.where(some, _unrows(lse[0].to(wide), span), -torch.inf)
+            part_out = torch.where(some[..., None], _unrows(out[0], span), 0.0)
+            merged = torch.logaddexp(lse_NhR[blocks], part_lse)
+            out_NhRd[blocks] = (
+                out_NhRd[blocks] * torch.exp(lse_NhR[blocks] - merged)[..., None]
+                + part_out.to(wide) * torch.exp(part_lse - merged)[..., None]
+            )
+            lse_NhR[blocks] = merged
         result = out_NhRd.to(q.dtype)
         ctx.save_for_backward(q, context_k, context_v, block_k, block_v, anchors, result, lse_NhR)
-        ctx.spans, ctx.window, ctx.extras = spans, window, extras
+        ctx.spans, ctx.window = spans, window
         return _slots(result, q)
 
     @staticmethod
@@ -110,36 +118,31 @@ class _BlockAttention(torch.autograd.Function):
         del weights, d_weights, d_scores, grad_NhRd, q_NhRd
         # Every run of blocks adds to the same context rows, so the sum is kept wide.
         dk, dv = context_k.new_zeros(context_k.shape, dtype=wide), context_v.new_zeros(context_v.shape, dtype=wide)
-        for span, extras in zip(ctx.spans, ctx.extras, strict=True):
-            blocks = slice(span[0], span[1])
+        for span in ctx.spans:
+            low = _low(span, ctx.window)
+            if low == span.largest:
+                continue
+            blocks = slice(span.first, span.last)
             rows, grad_rows = _rows(q[blocks], heads), _rows(grad[blocks], heads)
             out_rows = out_NhRd[blocks].transpose(0, 1).flatten(1, 2)[None]
             lse_rows = lse_NhR[blocks].transpose(0, 1).flatten(1, 2)[None]
-            for (low, high, masked), extra in zip(_parts(span, q, ctx.window), extras, strict=True):
-                visible = _visible(anchors[blocks], q.shape, heads, low, high, ctx.window) if masked else None
-                keys, values = _keys(context_k, span[2], low, high), _keys(context_v, span[2], low, high)
-                bias = None if visible is None else bias_like(rows, visible)
-                part = attention_backward(grad_rows, rows, keys, values, out_rows, lse_rows, scale, extra, bias)
-                dq_NhRd[blocks] += _unrows(part[0][0], span)
-                here = slice(span[2] + low, span[2] + high)
-                dk[here] += part[1][0].transpose(0, 1)
-                dv[here] += part[2][0].transpose(0, 1)
+            keys, values = _keys(context_k, span, low), _keys(context_v, span, low)
+            bias = bias_like(rows, _visible(anchors[blocks], q.shape, heads, low, span.largest, ctx.window))
+            part = attention_backward(grad_rows, rows, keys, values, out_rows, lse_rows, scale, (), bias)
+            dq_NhRd[blocks] += _unrows(part[0][0], span)
+            here = slice(span.start + low, span.start + span.largest)
+            dk[here] += part[1][0].transpose(0, 1)
+            dv[here] += part[2][0].transpose(0, 1)
         return (
             _slots(dq_NhRd.to(q.dtype), q), dk.to(context_k.dtype), dv.to(context_v.dtype),
             d_block_k.to(block_k.dtype), d_block_v.to(block_v.dtype), None, None, None,
         )  # fmt: skip
 
 
-def _parts(span: list[int], q: torch.Tensor, window: int | None) -> list[tuple[int, int, bool]]:
-    """Context positions a run looks at: (low, high, must be masked). On CUDA the part that all its blocks see is split off,
-    because flash attention takes no mask and is much faster than the kernel that does."""
-    _, _, _, smallest, largest = span
-    low = 0 if window is None else max(0, smallest - (window - 1))
-    if largest <= low:
-        return []
-    if window is None and q.is_cuda and smallest > 0:
-        return [(0, smallest, False), *([(smallest, largest, True)] if largest > smallest else [])]
-    return [(low, largest, True)]
+def _low(span: Span, window: int | None) -> int:
+    """The first context position that a run looks at; its largest anchor ends what it looks at."""
+    low = 0 if window is None else max(0, span.smallest - (window - 1))
+    return min(low, span.largest)
 
 
 def _visible(
@@ -182,11 +185,11 @@ def _rows(x_nGnd: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return _by_head(x_nGnd, kv_heads).transpose(0, 1).flatten(1, 2)[None]
 
 
-def _unrows(x_hR: torch.Tensor, span: list[int]) -> torch.Tensor:
+def _unrows(x_hR: torch.Tensor, span: Span) -> torch.Tensor:
     """[n_kv, n·G·g, …] → [n, n_kv, G·g, …]."""
-    return x_hR.unflatten(1, (span[1] - span[0], -1)).transpose(0, 1)
+    return x_hR.unflatten(1, (span.last - span.first, -1)).transpose(0, 1)
 
 
-def _keys(x_Snd: torch.Tensor, start: int, low: int, high: int) -> torch.Tensor:
-    """Context positions low … high−1 of one sequence as [1, n_kv, keys, d]."""
-    return x_Snd[start + low : start + high].transpose(0, 1)[None]
+def _keys(x_Snd: torch.Tensor, span: Span, low: int) -> torch.Tensor:
+    """A run's context positions from low on as [1, n_kv, keys, d]."""
+    return x_Snd[span.start + low : span.start + span.largest].transpose(0, 1)[None]

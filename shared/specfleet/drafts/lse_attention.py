@@ -19,20 +19,14 @@ def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor | None = None, *,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, Extra]:  # fmt: skip
-    """Output, log-sum-exp, extra. bias: additive [B, heads, rows, keys] in q's dtype (see `bias_like`); None: all see all,
-    or with `causal` (as many rows as keys then) what stands at or before them.
+    """Output, log-sum-exp, extra. bias (on a CPU only): additive [B, heads, rows, keys] in q's dtype (see `bias_like`);
+    None: all see all, or with `causal` (as many rows as keys then) what stands at or before them.
 
     A row whose bias hides every key has no defined result.
     """
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         return out, lse, ()
-    if bias is not None:
-        # torch's memory-efficient kernel reads out of bounds in its backward with such a bias (torch 2.11, H200), so the
-        # masked part, a run of blocks against the few keys not all of them see, is written out.
-        scores = _scores(q, k, scale, bias)
-        lse = scores.logsumexp(-1)
-        return torch.exp(scores - lse[..., None]).to(v.dtype) @ v, lse, ()
     if _flash_fits(q):
         result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return result[0], result[1], (result[6], result[7])
@@ -51,13 +45,6 @@ def attention_backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
-    if bias is not None:
-        wide = lse.dtype
-        weights = torch.exp(_scores(q, k, scale, bias) - lse[..., None])
-        d_weights = grad.to(wide) @ v.to(wide).mT
-        d_scores = weights * (d_weights - (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * scale
-        parts = (d_scores @ k.to(wide), d_scores.mT @ q.to(wide), weights.mT @ grad.to(wide))
-        return parts[0].to(q.dtype), parts[1].to(k.dtype), parts[2].to(v.dtype)
     if _flash_fits(q):
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, *extra, scale=scale
@@ -73,12 +60,6 @@ def bias_like(q: torch.Tensor, visible_RS: torch.Tensor) -> torch.Tensor:
     """[rows, keys] bool → additive bias for q [B, heads, rows, d], without a copy per head."""
     bias = torch.zeros(visible_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible_RS, -torch.inf)
     return bias.expand(q.shape[0], q.shape[1], *visible_RS.shape)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, bias: torch.Tensor) -> torch.Tensor:
-    """Scaled, biased scores [B, heads, rows, keys], at least fp32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return (q.to(wide) @ k.to(wide).mT) * scale + bias
 
 
 def _flash_fits(q: torch.Tensor) -> bool:

@@ -11,14 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specfleet.drafts.block_attention import plan_spans
 from specfleet.trainer.strategies.anchors import sample_anchors, slot_labels
 from specfleet.trainer.strategies.draws import position_draws, visit_seeds
 
 # Read on the host while kernels are launched; anything else goes to the device.
-ON_HOST = frozenset(
-    {"spans", "row_bounds", "teacher_bounds", "block_bounds", "counts", "num_tokens", "num_loss_tokens"}
-)
+ON_HOST = frozenset({"row_bounds", "teacher_bounds", "block_bounds", "num_tokens", "num_loss_tokens"})
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,10 @@ class BlockPlan:
 def collate_blocks(samples: Sequence[dict[str, torch.Tensor]], plan: BlockPlan) -> dict[str, torch.Tensor]:
     """One micro-batch.
 
-    context_states [S, K·H] · context_positions [S] · sample [N], anchors [N] (positions), anchor_ids [N] · labels [N, G] ·
-    valid [N, G] bool · rows [R]: flat slots n·G + j that are supervised · counts [B]: blocks per sample · spans: see
-    `plan_spans` · row_bounds, block_bounds [C + 1]: where chunks of chunk_blocks blocks begin in rows and in blocks ·
-    num_sequences, num_skipped: samples with and without a block · num_tokens, num_loss_tokens. Scalars are int64.
+    context_states [S, K·H] · context_positions [S] · sample [N], anchors [N] (positions), anchor_ids [N], starts [N] (the
+    context row where the sample begins) · labels [N, G] · valid [N, G] bool · rows [R]: flat slots n·G + j that are supervised ·
+    row_bounds, block_bounds [C + 1]: where chunks of chunk_blocks blocks begin in rows and in blocks · num_sequences,
+    num_skipped: samples with and without a block · num_tokens, num_loss_tokens. Scalars are int64.
 
     A sample without two supervised tokens in a row has no block: it is skipped and counted.
     """
@@ -65,11 +62,10 @@ def collate_blocks(samples: Sequence[dict[str, torch.Tensor]], plan: BlockPlan) 
         "sample": sample_N,
         "anchors": anchor_N,
         "anchor_ids": ids_BT[sample_N, anchor_N],
+        "starts": starts_B[sample_N],
         "labels": labels,
         "valid": valid,
         "rows": valid.flatten().nonzero().flatten(),
-        "counts": counts_B,
-        "spans": plan_spans(anchor_N, counts_B, starts_B),
         "row_bounds": before[block_bounds],
         "block_bounds": block_bounds,
         "num_sequences": (counts_B > 0).sum(),

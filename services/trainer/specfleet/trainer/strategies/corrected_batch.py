@@ -30,5 +30,5 @@ def guess_rows(rows_R: torch.Tensor, config: BlockConfig) -> torch.Tensor:
 def run_blocks(draft: CorrectedDraft, tensors: dict[str, torch.Tensor], embedding_VH: torch.Tensor) -> torch.Tensor:
     """The backbone's output for the guessing slots [N, I, H]."""
     context = draft.context(tensors["context_states"], tensors["context_positions"])
-    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["spans"], embedding_VH)
+    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["starts"], embedding_VH)
     return hidden[:, draft.config.first_slot :]
