@@ -13,7 +13,7 @@ import pytest
 from fixtures.gate_case import GateCase, make_gate_case
 from fixtures.net import free_port
 
-from specfleet.contracts.errors import DataError, SpecfleetError
+from specfleet.contracts.errors import ConfigError, DataError, SpecfleetError
 from specfleet.rpc.client import call, connect
 from specfleet.rpc.server import RpcServer
 from specfleet.wire import gate_pb2 as pb
@@ -149,6 +149,10 @@ async def test_errors_are_told_apart(case: GateCase, gate: Gate, tmp_path: Path)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await gate.stub.GetGate(pb.GetGateRequest(gate_id="gate-x"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+    with pytest.raises(ConfigError, match="'typical' is not one of rejection, target_only"):
+        bad = pb.StartGateRequest(export_dir="e", target="t", eval_set_uri="s", acceptance_rule="typical")
+        await call(gate.stub.StartGate, bad, timeout_s=10)
 
     (tmp_path / "empty").mkdir()
     request = pb.StartGateRequest(

@@ -10,12 +10,13 @@ from fixtures.eagle3 import tiny_draft
 from safetensors.torch import load_file, save_file
 
 from specfleet.config.features import eagle3_layers
-from specfleet.contracts.errors import ContractError, DataError, ExportError
+from specfleet.config.serving import default_layout
+from specfleet.contracts.errors import ConfigError, ContractError, DataError, ExportError
 from specfleet.drafts.checkpoint import load_draft_checkpoint
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
-from specfleet.drafts.export import export_draft, load_export, weights_hash, write_acceptance
+from specfleet.drafts.export import LAYOUTS, export_draft, load_export, weights_hash, write_acceptance
 from specfleet.drafts.export.eagle import before_layer_ids, output_layer_ids
-from specfleet.drafts.registry import untrained_like
+from specfleet.drafts.registry import DRAFTS, untrained_like
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -153,6 +154,14 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     draft.norm.weight.data[3] = torch.nan
     with pytest.raises(ExportError, match=r"norm\.weight"):
         export_draft(draft, "sglang", tmp_path / "out")
+
+
+def test_unless_asked_the_layout_is_one_that_is_served() -> None:
+    for kind in DRAFTS:
+        assert default_layout(kind) == next(layout.engine for layout in LAYOUTS if layout.kind == kind)
+    assert default_layout("peagle") == "vllm"
+    with pytest.raises(ConfigError, match=r"medusa.*eagle3, peagle"):
+        default_layout("medusa")
 
 
 def test_unknown_layouts_and_foreign_directories(tmp_path: Path) -> None:

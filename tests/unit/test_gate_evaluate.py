@@ -179,6 +179,27 @@ def test_an_export_of_a_run_must_be_provable(case: GateCase, exports: tuple[Path
     assert foreign["verdict"] == "PASS"
 
 
+@pytest.mark.parametrize("rule", ["rejection", "target_only"])
+def test_sampled_decoding_is_reported_with_its_rule(
+    case: GateCase, exports: tuple[Path, Path], tmp_path: Path, rule: str
+) -> None:
+    report = run(case, exports[0], tmp_path / "gate", temperature=0.7, acceptance_rule=rule)
+    assert report["sampling"] == {"rule": rule, "temperature": 0.7}
+    for row in report["lossless"]["rows"]:
+        assert row["identical"]
+        assert 1.0 <= row["sampled_acceptance_length"] <= 5.0
+    assert f"{rule} at temperature 0.7" in (tmp_path / "gate" / "report.md").read_text()
+    # Seeded: the same request gives the same numbers.
+    again = run(case, exports[0], tmp_path / "again", temperature=0.7, acceptance_rule=rule)
+    assert again["lossless"] == report["lossless"]
+
+
+def test_without_a_temperature_nothing_is_sampled(case: GateCase, exports: tuple[Path, Path], tmp_path: Path) -> None:
+    report = run(case, exports[0], tmp_path)
+    assert report["sampling"] is None
+    assert {row["sampled_acceptance_length"] for row in report["lossless"]["rows"]} == {None}
+
+
 def test_a_decoder_that_changes_the_text_fails(
     case: GateCase, exports: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The P-EAGLE objective as a whole, its export, and a draft that learns one answer by heart."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,15 +10,17 @@ from fixtures.eagle3 import LAYERS, random_samples
 from fixtures.objective import Samples, assert_exact, assert_same, assert_zero_but_touched, gradient
 from fixtures.overfit import PROMPT, decode, greedy_sample, learn
 from fixtures.peagle import MASK_ID, tiny_peagle, tiny_peagle_strategy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specfleet.contracts.errors import ConfigError, ExportError
 from specfleet.drafts.acceptance import TextRow, offline_acceptance
 from specfleet.drafts.decode import decode_greedy
 from specfleet.drafts.export import export_draft, load_export
 from specfleet.drafts.peagle import PEagleDraft
+from specfleet.gate.exporting import PROVENANCE, export_checkpoint
 from specfleet.target.hf import HFTarget
 from specfleet.trainer.strategies.peagle import PEagleStrategy
+from specfleet.wire.gate_pb2 import ExportDraftRequest
 
 F64 = torch.float64
 
@@ -156,6 +159,22 @@ def test_layouts_nobody_serves_are_refused(tmp_path: Path) -> None:
         export_draft(tiny_peagle(), "sglang", tmp_path / "out")
     with pytest.raises(ExportError, match="three captured layers"):
         export_draft(tiny_peagle(layer_ids=[0, 1, 2, 4]), "vllm", tmp_path / "out")
+
+
+def test_a_checkpoint_is_exported_for_the_engine_that_serves_it(tmp_path: Path) -> None:
+    """Nobody needs to know that this is not SGLang."""
+    draft = tiny_peagle()
+    save_file(draft.state_dict(), tmp_path / "draft.safetensors")
+    digest = hashlib.sha256((tmp_path / "draft.safetensors").read_bytes()).hexdigest()
+    meta = {
+        "format": 1, "run_id": "r", "step": 3, "draft": {"kind": "peagle", "config": draft.config.to_dict()}, "contract": {},
+        "contract_hash": "", "prompt_set": "", "target": "t", "files": {"draft.safetensors": digest},
+    }  # fmt: skip
+    (tmp_path / "checkpoint.json").write_text(json.dumps(meta))
+    request = ExportDraftRequest(checkpoint_uri=str(tmp_path), output_dir=str(tmp_path / "out"))
+    export_checkpoint(request)
+    assert json.loads((tmp_path / "out" / PROVENANCE).read_text())["layout"] == "vllm"
+    assert load_export(tmp_path / "out").config == draft.config
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused() -> None:

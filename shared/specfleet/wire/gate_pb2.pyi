@@ -31,7 +31,7 @@ class ExportDraftResponse(_message.Message):
     def __init__(self, output_dir: _Optional[str] = ..., files: _Optional[_Iterable[str]] = ..., weights_hash: _Optional[str] = ...) -> None: ...
 
 class StartGateRequest(_message.Message):
-    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype")
+    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype", "temperature", "acceptance_rule")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EXPORT_DIR_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class StartGateRequest(_message.Message):
     OUTPUT_DIR_FIELD_NUMBER: _ClassVar[int]
     REQUIRE_IMPROVEMENT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_RULE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     export_dir: str
     target: str
@@ -56,7 +58,9 @@ class StartGateRequest(_message.Message):
     output_dir: str
     require_improvement: bool
     dtype: str
-    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ...) -> None: ...
+    temperature: float
+    acceptance_rule: str
+    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ..., temperature: _Optional[float] = ..., acceptance_rule: _Optional[str] = ...) -> None: ...
 
 class StartGateResponse(_message.Message):
     __slots__ = ("gate_id",)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from specfleet.config.serving import default_layout
 from specfleet.contracts.errors import ConfigError, SpecfleetError
 from specfleet.ctl.client import WATCH_PATIENCE_S, Client
 from specfleet.rpc.errors import from_rpc
@@ -57,6 +58,8 @@ def export_draft(
     untrained: bool = False,
     output_dir: str = "",
 ) -> ExportDraftResponse:
+    """layout "": the one that is preferred for the run's strategy."""
+    layout = layout or default_layout(run.strategy)
     request = ExportDraftRequest(
         checkpoint_uri=checkpoint.uri,
         layout=layout,

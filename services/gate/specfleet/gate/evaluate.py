@@ -13,7 +13,7 @@ from specfleet.data.prompt_set import PromptSet
 from specfleet.drafts.base import Draft
 from specfleet.drafts.export import load_export
 from specfleet.gate.checks import FAIL, PASS, SKIP, Check, Origin, check_target, check_tokenizer, check_weights
-from specfleet.gate.lossless import decode_both, lossless_report
+from specfleet.gate.lossless import decode_both, lossless_report, sampling_rule
 from specfleet.gate.measure import measure, ngram_table, source_table
 from specfleet.gate.report import finish_report, write_report
 from specfleet.gate.rows import select_rows
@@ -33,6 +33,7 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     depth = request.num_draft_tokens or DEFAULT_DRAFT_TOKENS
     progress("loading", 0, 1)
+    rule = sampling_rule(request)
     facts = read_target_facts(resolve_builtin(request.target))
     prompts = PromptSet.open(request.eval_set_uri)
     rows = select_rows(prompts, request.max_rows_per_source)
@@ -44,6 +45,7 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict
         "target": str(facts.path),
         "eval_set": prompts.digest,
         "num_draft_tokens": depth,
+        "sampling": None if rule is None else {"rule": rule.name, "temperature": request.temperature},
         "dtype": request.dtype or "bfloat16",
         "device": device,
         "rows": len(rows),
@@ -84,6 +86,7 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict
         depth=depth,
         device=device,
         progress=lambda done, total: progress("lossless", done, total),
+        rule=rule,
     )
     report["lossless"] = lossless_report(decoded)
     checks.append(_lossless(report["lossless"]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from specfleet.config.serving import default_layout
 from specfleet.drafts.base import Draft
 from specfleet.drafts.checkpoint import load_draft_checkpoint
 from specfleet.drafts.export import export_draft
@@ -31,7 +32,8 @@ def export_checkpoint(request: ExportDraftRequest) -> dict[str, Any]:
         "contract": str(meta["contract_hash"]),
         "prompt set": str(meta["prompt_set"]),
     }
-    exported = export_draft(draft, request.layout or "sglang", request.output_dir, facts=facts, dtype=DTYPE)
+    layout = request.layout or default_layout(draft.kind)
+    exported = export_draft(draft, layout, request.output_dir, facts=facts, dtype=DTYPE)
     provenance = {
         "checkpoint_uri": request.checkpoint_uri,
         "run_id": facts["run"],

@@ -1,4 +1,7 @@
-"""Speculation must not change what the target says: token ids with and without the draft, in float32."""
+"""Speculation must not change what the target says: token ids with and without the draft, in float32.
+
+When asked, the same prompts are decoded once more at a temperature: what greedy acceptance promises need not hold there.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -9,20 +12,28 @@ from typing import Any
 import torch
 
 from specfleet.drafts.base import Draft
-from specfleet.drafts.decode import decode_greedy
+from specfleet.drafts.decode import decode, decode_greedy
+from specfleet.drafts.verification import Chance, Rejection, Rule, Sampling, TargetOnly
 from specfleet.gate.rows import EvalRow
 from specfleet.target.hf import HFTarget
+from specfleet.wire.gate_pb2 import StartGateRequest
+
+SAMPLING_SEED = 42
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One prompt, decoded twice. logit_gap: between the target's two best tokens where the texts part."""
+    """One prompt, decoded twice. logit_gap: between the target's two best tokens where the texts part.
+
+    sampled_length: acceptance length at the asked temperature, None without one.
+    """
 
     row: EvalRow
     plain: list[int]
     speculative: list[int]
     acceptance_length: float
     logit_gap: float | None
+    sampled_length: float | None = None
 
     @property
     def first_difference(self) -> int | None:
@@ -31,6 +42,14 @@ class Decoded:
             return None
         pairs = zip(self.plain, self.speculative, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.plain), len(self.speculative)))
+
+
+def sampling_rule(request: StartGateRequest) -> Rule | None:
+    """What a job samples with; None at temperature 0. Raises ConfigError SF-DECODE-SAMPLING."""
+    if not request.temperature:
+        return None
+    rule = TargetOnly if request.acceptance_rule == TargetOnly.name else Rejection
+    return rule(Sampling(request.temperature), Chance(SAMPLING_SEED))
 
 
 def decode_both(
@@ -43,8 +62,12 @@ def decode_both(
     depth: int,
     device: str,
     progress: Callable[[int, int], None],
+    rule: Rule | None = None,
 ) -> list[Decoded]:
-    """Decodes `per_source` prompts of each source, shortest first. The draft is converted to float32."""
+    """Decodes `per_source` prompts of each source, shortest first. The draft is converted to float32.
+
+    rule: to decode once more by.
+    """
     chosen = shortest(rows, per_source)
     if not chosen:
         return []
@@ -59,7 +82,11 @@ def decode_both(
         drafter = draft.drafter(target.embedding_VH, target.head_VH)
         found = decode_greedy(target, drafter, prompt, new_tokens, depth, ends)
         gap = None if plain == found.ids else _gap(target, prompt, plain, found.ids)
-        results.append(Decoded(row, plain, found.ids, found.acceptance_length, gap))
+        sampled = None
+        if rule is not None:
+            drafter = draft.drafter(target.embedding_VH, target.head_VH)
+            sampled = decode(target, drafter, prompt, new_tokens, depth, ends, rule).acceptance_length
+        results.append(Decoded(row, plain, found.ids, found.acceptance_length, gap, sampled))
         progress(len(results), len(chosen))
     return results
 
@@ -90,6 +117,7 @@ def lossless_report(decoded: Sequence[Decoded]) -> dict[str, Any]:
             "first_difference": item.first_difference,
             "logit_gap": item.logit_gap,
             "acceptance_length": round(item.acceptance_length, 4),
+            "sampled_acceptance_length": None if item.sampled_length is None else round(item.sampled_length, 4),
         }
         for item in decoded
     ]

@@ -52,7 +52,7 @@ def render(report: Mapping[str, Any]) -> str:
     if report["acceptance_length"]:
         parts += ["## Acceptance length", acceptance_markdown(report)]
     if report["lossless"].get("rows"):
-        parts += ["## Lossless decoding (float32)", _lossless_table(report["lossless"]["rows"])]
+        parts += ["## Lossless decoding (float32)", _lossless_table(report["lossless"]["rows"], report["sampling"])]
     parts += ["## Versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())]
     return "\n\n".join(parts) + "\n"
 
@@ -82,17 +82,21 @@ def acceptance_markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + " ".join(notes)
 
 
-def _lossless_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| source | row | new tokens | identical | acceptance length |", "|---|---|---|---|---|"]
+def _lossless_table(rows: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any] | None) -> str:
+    columns = ["source", "row", "new tokens", "identical", "acceptance length"]
+    if sampling is not None:
+        columns.append(f"{sampling['rule']} at temperature {sampling['temperature']:g}")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         where = (
             "yes"
             if row["identical"]
             else f"NO, from token {row['first_difference']} (logit gap {row['logit_gap']:.3g})"
         )
-        lines.append(
-            f"| {_cell(row['source'])} | {_cell(row['id'])} | {row['tokens']} | {where} | {row['acceptance_length']:.2f} |"
-        )
+        cells = [_cell(row["source"]), _cell(row["id"]), str(row["tokens"]), where, _number(row["acceptance_length"])]
+        if sampling is not None:
+            cells.append(_number(row["sampled_acceptance_length"]))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

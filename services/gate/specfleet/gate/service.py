@@ -16,6 +16,7 @@ from specfleet.wire.gate_pb2_grpc import GateServiceServicer
 log = structlog.get_logger()
 
 DTYPES = ("", "bfloat16", "float16", "float32")
+RULES = ("", "rejection", "target_only")
 
 
 class GateApi(GateServiceServicer):
@@ -38,6 +39,10 @@ class GateApi(GateServiceServicer):
         _require(request, "export_dir", "target", "eval_set_uri")
         if request.dtype not in DTYPES:
             raise ConfigError("SF-GATE-REQUEST", f"dtype {request.dtype!r} is not one of {', '.join(DTYPES[1:])}")
+        if request.acceptance_rule not in RULES:
+            raise ConfigError(
+                "SF-GATE-REQUEST", f"acceptance_rule {request.acceptance_rule!r} is not one of {', '.join(RULES[1:])}"
+            )
         if request.require_improvement and not request.baseline_export_dir:
             raise ConfigError(
                 "SF-GATE-REQUEST", "require_improvement needs baseline_export_dir: what should it improve on?"

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from specfleet.wire.gate_pb2 import GateStatus
 
-Layout = Annotated[str, typer.Option("--layout", help="Serving engine's layout: sglang or vllm.")]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="Serving engine's layout: sglang or vllm. Default: what serves the strategy, SGLang where both do.",
+        show_default=False,
+    ),
+]
 Step = Annotated[
     int | None, typer.Option("--checkpoint", metavar="STEP", help="Default: the newest.", show_default=False)
 ]
@@ -20,7 +27,7 @@ Step = Annotated[
 
 def export(
     run: RunId,
-    layout: Layout = "sglang",
+    layout: Layout = "",
     checkpoint: Step = None,
     output: Annotated[
         str, typer.Option("--output", help="Default: exports/LAYOUT in the run's folder.", show_default=False)
@@ -66,13 +73,21 @@ def run_gate(
     eval_set: Annotated[
         str, typer.Option("--eval-set", metavar="DIR", help="A prepared prompt set instead of --eval.")
     ] = "",
-    layout: Layout = "sglang",
+    layout: Layout = "",
     checkpoint: Step = None,
     num_draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="Per round; 0: the run's gate section.")] = 0,
     max_rows: Annotated[
         int, typer.Option("--max-rows", help="Rows per source; -1: the run's gate section, 0: all.")
     ] = -1,
     lossless_rows: Annotated[int, typer.Option("--lossless-rows", help="-1: the run's gate section.")] = -1,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", help="Decode those rows once more, sampled; 0: no. -1: the run's gate section."),
+    ] = -1.0,
+    acceptance_rule: Annotated[
+        str,
+        typer.Option("--rule", help="rejection or target_only; default: the run's gate section.", show_default=False),
+    ] = "",
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="Compare with an untrained export.")
     ] = True,
@@ -101,6 +116,8 @@ def run_gate(
         untrained = gatework.export_draft(gates, snapshot, source, layout, untrained=True) if baseline else None
         request = StartGateRequest(
             run_id=run,
+            temperature=config.gate.temperature if temperature < 0 else temperature,
+            acceptance_rule=acceptance_rule or config.gate.acceptance_rule,
             export_dir=trained.output_dir,
             target=config.model.target,
             eval_set_uri=str(Path(rows).resolve()),
