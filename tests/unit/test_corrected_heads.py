@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from specfleet.trainer.strategies.block_metrics import chain_products
 from specfleet.trainer.strategies.corrected_ce import corrected_ce_head
 from specfleet.trainer.strategies.dspark.batch import chunk_bounds
 from specfleet.trainer.strategies.dspark.head import Judged, TeacherRows, judged_head
-from specfleet.trainer.strategies.dspark.objective import chain_products, confidence_loss, teacher_metrics
+from specfleet.trainer.strategies.dspark.objective import confidence_loss, teacher_metrics
 
 ROWS, HIDDEN, CODE, VOCAB = 7, 5, 3, 9
 LABELS = torch.tensor([0, 8, 3, 3, 1, 7, 2])

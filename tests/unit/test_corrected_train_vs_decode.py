@@ -183,7 +183,7 @@ def learnt(target: HFTarget) -> Learnt:
     return learn
 
 
-@pytest.mark.parametrize("variant", ["domino", "domino-shift", "dspark-gated", "dspark-vanilla"])
+@pytest.mark.parametrize("variant", ["domino", "domino-shift", "dspark-gated", "dspark-rnn", "dspark-vanilla"])
 def test_one_learnt_text_is_accepted_whole_and_survives_export(
     target: HFTarget, learnt: Learnt, variant: str, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def test_markov_heads(kind: str) -> None:
         torch.testing.assert_close(code, codes[:, index])
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+@pytest.mark.parametrize("kind", MARKOV_HEADS)
 def test_no_slot_sees_what_it_is_to_guess(kind: str) -> None:
     """Guess k knows the states before the anchor and, of the text, x_a and x_{a+k} (rnn: everything between them too)."""
     strategy = _strategy(draft={"markov_head": kind}, num_anchors=100)
@@ -148,9 +148,10 @@ def test_objective_equals_the_plain_one(kind: str) -> None:
     assert_same(gradient(strategy, [samples]), _plain_gradient(strategy, samples), rtol=1e-6)
 
 
-def test_gradient_of_what_is_guessed_is_exact() -> None:
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_gradient_of_what_is_guessed_is_exact(kind: str) -> None:
     """Without the confidence term: its target is a function of the parameters that the gradient rightly ignores."""
-    strategy = _strategy(draft={"markov_head": "gated", "num_layers": 1}, num_anchors=2, confidence_weight=0.0)
+    strategy = _strategy(draft={"markov_head": kind, "num_layers": 1}, num_anchors=2, confidence_weight=0.0)
     assert_exact(strategy, random_features([9], dtype=torch.float64), picks=1)
 
 

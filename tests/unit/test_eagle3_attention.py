@@ -94,7 +94,10 @@ def test_low_precision_stays_close(dtype: torch.dtype) -> None:
 
 
 def test_merge_example() -> None:
-    """Prefix logits [0, 0] with values 1 and 3, own logit ln 2 with value 5: (1 + 3 + 2·5) / 4."""
+    """Prefix logits [0, 0] with values 1 and 3, own logit ln 2 with value 5: (1 + 3 + 2·5) / 4.
+
+    Their log-sum-exp is ln 4: one more key of that logit and value 0 halves the result.
+    """
     q = torch.zeros(1, 1, 8, dtype=torch.float64)
     q[..., 0] = math.sqrt(8)
     keys = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
@@ -104,6 +107,8 @@ def test_merge_example() -> None:
     own_value = torch.full((1, 1, 8), 5.0, dtype=torch.float64)
     out = ttt_attention(q, keys, values, torch.tensor([1]), [own_key], [own_value])
     torch.testing.assert_close(out, torch.full_like(out, 3.5))
+    rest = ([own_key, 2 * own_key], [own_value, 0 * own_value])
+    torch.testing.assert_close(ttt_attention(q, keys, values, torch.tensor([1]), *rest), torch.full_like(out, 1.75))
 
 
 def test_rms_norm_example() -> None:

@@ -79,9 +79,11 @@ def test_captured_argmax_replaces_the_full_head() -> None:
     assert_same(gradient(without, [samples]), expected)
 
 
-def test_gradient_of_the_whole_objective_is_exact() -> None:
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle3", "eagle3.1"])
+def test_gradient_of_the_whole_objective_is_exact(switches: dict[str, bool]) -> None:
     """Finite differences in fp64, through every rollout step, for a few entries of every parameter."""
-    assert_exact(_strategy(ttt_length=3), random_samples([11, 8], dtype=torch.float64))
+    draft = tiny_draft(dtype=torch.float64, **switches)
+    assert_exact(tiny_strategy(draft, *_matrices(), ttt_length=3), random_samples([11, 8], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("how", ["masked", "too short"])

@@ -30,14 +30,17 @@ def test_known_row() -> None:
     """p = [.7, .3], q = [.6, .4]: α .9, CE .632465, and the three losses made of them."""
     ce, alpha, ce_grad = _row([0.7, 0.3], [0.6, 0.4], Lk())
     assert (ce, alpha) == (pytest.approx(0.632465, abs=1e-6), pytest.approx(0.9))
+    entropy = -0.7 * math.log(0.7) - 0.3 * math.log(0.3)
+    assert ce - entropy == pytest.approx(0.021601, abs=1e-6)
     loss, _, grad = _row([0.7, 0.3], [0.6, 0.4], ALPHA)
     assert loss == pytest.approx(0.105361, abs=1e-6)
     torch.testing.assert_close(grad, torch.tensor([-0.266667, 0.266667], dtype=torch.float64), atol=1e-6, rtol=0)
     overlap_grad = torch.tensor([0.24, -0.24], dtype=torch.float64)
-    for decay, weight, expected in ((1.0, 0.406570, 0.316484), (3.0, 0.067206, 0.135785)):
+    for decay, weight, expected, with_kl in ((1.0, 0.40657, 0.316484, 0.068125), (3.0, 0.067206, 0.135785, 0.094731)):
         for per_token in (True, False):  # one row is its own mean
             loss, _, grad = _row([0.7, 0.3], [0.6, 0.4], Lk("lambda", decay=decay, per_token=per_token))
             assert loss == pytest.approx(expected, abs=1e-6)
+            assert loss - weight * entropy == pytest.approx(with_kl, abs=1e-6)
             torch.testing.assert_close(grad, weight * ce_grad - (1 - weight) * overlap_grad, atol=1e-5, rtol=0)
 
 

@@ -34,7 +34,21 @@ def test_known_rows(p: list[float], loss: float, grad: list[float]) -> None:
     torch.testing.assert_close(got_grad, torch.tensor(grad), atol=1e-6, rtol=0)
 
 
+def test_what_the_sum_is_of() -> None:
+    """Cross entropy is KL plus the teacher's entropy, and a sum over live rows: whoever divides by all four rows gets less."""
+    z, p = [math.log(1), math.log(2), math.log(5)], torch.tensor([0.5, 0.25, 0.25])
+    torch.testing.assert_close(torch.tensor(z).softmax(-1), torch.tensor([0.125, 0.25, 0.625]))
+    entropy = -float((p * p.log()).sum())
+    assert _row(z, p.tolist())[0] - entropy == pytest.approx(0.464074, abs=1e-6)
+    teacher, live = Teacher(p.log()[None], torch.zeros(1)), torch.tensor([False, True, False, False])
+    total = soft_ce_head(torch.tensor([z] * 4), torch.eye(3), teacher, torch.zeros(4, dtype=torch.int64), live).loss
+    assert float(total) / 4 == pytest.approx(0.375949, abs=1e-6)
+
+
 def test_a_dead_row_contributes_nothing_even_with_nan() -> None:
+    alone, nothing = _row([math.nan, 1.0], [math.nan, 0.5], live=False)
+    assert alone == 0.0
+    assert torch.equal(nothing, torch.zeros(2))
     x = torch.tensor([[math.nan, 1.0], [0.5, 0.1]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
     teacher = Teacher(torch.tensor([[math.nan, 0.0], [0.5, 0.5]]), torch.zeros(2))

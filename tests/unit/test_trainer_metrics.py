@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from specfleet.trainer.metrics import MetricsFile, TensorBoard, last_line
+from specfleet.trainer.reduction import Sums
 
 
 def steps(path: Path) -> list[int]:
@@ -31,6 +32,13 @@ def test_last_line_skips_a_torn_end(tmp_path: Path) -> None:
     assert last_line(path) is None
     path.write_text("".join(json.dumps({"step": step, "pad": "x" * 300}) + "\n" for step in range(100)) + '{"step": 1')
     assert last_line(path) == {"step": 99, "pad": "x" * 300}
+
+
+def test_metrics_are_ratios_of_sums_over_ranks() -> None:
+    """3/1 on one rank and 3/3 on the other are 6/4, not the mean of their ratios."""
+    ranks = [Sums({"loss_0": (3.0, 1.0)}, 10, 1, 1), Sums({"loss_0": (3.0, 3.0)}, 20, 3, 2), Sums()]
+    total = Sums.total([rank.fact() for rank in ranks])
+    assert total == Sums({"loss_0": (6.0, 4.0)}, 30, 4, 3)
 
 
 def test_tensorboard_writes_events(tmp_path: Path) -> None:

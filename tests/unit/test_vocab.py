@@ -20,6 +20,14 @@ def test_r32_a_stop_token_that_was_never_supervised_is_forced_in() -> None:
     assert chosen.tolist() == [0, 1, 2, 3, 4, 5, 6, 19]
 
 
+def test_a_known_map() -> None:
+    """5 three times, 2 twice, 9 once; two of ten are kept."""
+    mapping = build_vocab_map(counts(0, 0, 2, 0, 0, 3, 0, 0, 0, 1), 2)
+    assert mapping.target_ids.tolist() == [2, 5]
+    assert mapping.d2t.tolist() == [2, 4]
+    assert np.flatnonzero(mapping.t2d).tolist() == [2, 5]
+
+
 def test_the_commonest_win_and_ties_go_to_the_smaller_id() -> None:
     mapping = build_vocab_map(counts(1, 7, 3, 3, 9, 3), 4)
     assert mapping.target_ids.tolist() == [1, 2, 3, 4]

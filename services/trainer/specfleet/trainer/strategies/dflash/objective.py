@@ -12,7 +12,7 @@ import torch
 
 from specfleet.drafts.dflash import DFlashDraft
 from specfleet.trainer.strategies.base import Objective, Prepared
-from specfleet.trainer.strategies.block_metrics import accuracy_metrics, coverage_metrics
+from specfleet.trainer.strategies.block_metrics import accuracy_metrics, coverage_metrics, text_acceptance
 from specfleet.trainer.strategies.hard_ce import RowWeights, hard_ce_head
 
 TERM = "ce"
@@ -72,7 +72,7 @@ def dflash_objective(
     """Forward pass and numerator of one prepared micro-batch (see `dflash.batch.collate` for its tensors)."""
     tensors, config = prepared.tensors, draft.config
     context = draft.context(tensors["context_states"], tensors["context_positions"])
-    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["starts"], embedding_VH)
+    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["spans"], embedding_VH)
     rows, bounds = tensors["rows"], tensors["row_bounds"].tolist()
     weights: torch.Tensor | RowWeights = tensors["weights"]
     if loss != "ce":
@@ -81,11 +81,13 @@ def dflash_objective(
     total, losses, best = hard_ce_head(hidden.flatten(0, 1)[rows], head_VH, labels, weights, bounds)
     correct = best == labels
     count = torch.full((), float(len(rows)), device=total.device)
+    blocks = (len(hidden), config.block_size, config.first_slot)
     return Objective(
         numerators={TERM: total},
         metrics={
             "ce": (losses.sum(), count),
-            **accuracy_metrics(correct, rows, len(hidden), config.block_size, config.first_slot),
+            **accuracy_metrics(correct, rows, *blocks),
+            **text_acceptance(losses, rows, *blocks),
             **coverage_metrics(tensors["num_sequences"], tensors["num_skipped"]),
         },
     )

@@ -7,7 +7,7 @@ import torch
 
 from specfleet.drafts.domino import DominoDraft
 from specfleet.trainer.strategies.base import Objective, Prepared
-from specfleet.trainer.strategies.block_metrics import accuracy_metrics, coverage_metrics
+from specfleet.trainer.strategies.block_metrics import accuracy_metrics, coverage_metrics, text_acceptance
 from specfleet.trainer.strategies.corrected_batch import guess_rows, previous_tokens, run_blocks
 from specfleet.trainer.strategies.corrected_ce import corrected_ce_head
 
@@ -36,6 +36,7 @@ def domino_objective(
         p.flatten()[:0].sum() for p in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters())
     )
     one = torch.ones((), device=loss.device)
+    blocks = (len(hidden_NIH), config.block_size, config.first_slot)
     metrics = {
         "base_weight": (base_weight * one, one),
         **coverage_metrics(tensors["num_sequences"], tensors["num_skipped"]),
@@ -44,5 +45,6 @@ def domino_objective(
         if part is not None:
             correct = part.best_R == labels
             metrics[f"ce{suffix}"] = (part.ce_R.sum(), len(rows) * one)
-            metrics |= accuracy_metrics(correct, rows, len(hidden_NIH), config.block_size, config.first_slot, suffix)
+            metrics |= accuracy_metrics(correct, rows, *blocks, suffix)
+            metrics |= text_acceptance(part.ce_R, rows, *blocks, suffix)
     return Objective(numerators={TERM: loss}, metrics=metrics)

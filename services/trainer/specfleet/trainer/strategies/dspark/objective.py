@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from specfleet.drafts.dspark import DSparkDraft
 from specfleet.trainer.strategies.base import Objective, Prepared
-from specfleet.trainer.strategies.block_metrics import Pairs, accuracy_metrics, coverage_metrics
+from specfleet.trainer.strategies.block_metrics import Pairs, accuracy_metrics, chain_products, coverage_metrics
 from specfleet.trainer.strategies.corrected_batch import guess_rows, previous_tokens, run_blocks
 from specfleet.trainer.strategies.dspark.head import Judged, TeacherRows, judged_head
 
@@ -98,10 +98,3 @@ def confidence_metrics(
         "confidence_bias": ((chance_R - acceptance_R).sum(), count),
         "confidence_chain_bias": (next(chains) - next(chains), count),
     }
-
-
-def chain_products(values_R: torch.Tensor, rows_R: torch.Tensor, blocks: int, slots: int) -> torch.Tensor:
-    """[N, G]: Π_{u≤k} of the values of each block's slots; zero from its first unsupervised slot on."""
-    grid = torch.zeros(blocks * slots, dtype=values_R.dtype, device=values_R.device)
-    grid[rows_R] = values_R
-    return grid.view(blocks, slots).cumprod(1)

@@ -45,7 +45,8 @@ def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskA
     input_ids [B, T] int64 · aux_states [B, T, K·H] · teacher_states [U, H] (final states of rows some step is judged by) ·
     teacher_argmax [U], teacher_lse [U] (when captured) · rows [ΣR_i], teacher_of [ΣR_i], row_counts [S]: flat row b·T + t
     and teacher row of every supervised row, step after step · active, active_counts: rows each step must compute because it
-    or a later step is supervised there · num_tokens, num_loss_tokens (scalars).
+    or a later step is supervised there · num_sequences, num_skipped: samples with and without a supervised row · num_tokens,
+    num_loss_tokens (scalars).
     """
     lengths = [int(sample["input_ids"].shape[0]) for sample in samples]
     length = max(lengths)
@@ -64,6 +65,7 @@ def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskA
     # Row t of step i is judged by row t + 1 + i of the same sample; the flat index moves by the same amount.
     judges = torch.cat([index + 1 + step for step, index in enumerate(rows)])
     unique, teacher_of = torch.unique(judges, return_inverse=True)
+    present = masks.any(0).any(1)
     batch = {
         "input_ids": ids,
         "aux_states": aux,
@@ -72,6 +74,8 @@ def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskA
         "row_counts": torch.tensor([len(index) for index in rows]),
         "active": torch.cat(active),
         "active_counts": torch.tensor([len(index) for index in active]),
+        "num_sequences": present.sum(),
+        "num_skipped": (~present).sum(),
         "num_tokens": torch.tensor(sum(lengths)),
         "num_loss_tokens": torch.tensor(sum(int(sample["loss_mask"].sum()) for sample in samples)),
     }

@@ -10,6 +10,7 @@ import torch
 
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.trainer.strategies.base import Objective, Prepared
+from specfleet.trainer.strategies.block_metrics import coverage_metrics
 from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS, Lk, Teacher, soft_ce_head
 
 
@@ -58,6 +59,7 @@ def eagle3_objective(
     # A rollout is worth its leading run of correct guesses plus the token the target adds itself; under lossless sampling,
     # the products of the chances that its guesses are accepted.
     objective.metrics["tau_greedy"] = ((right[:, first].cummin(0).values.sum(0) + 1).sum().float(), count)
+    objective.metrics |= coverage_metrics(tensors["num_sequences"], tensors["num_skipped"])
     if overlap is not None:
         objective.metrics["tau_prob"] = ((overlap[:, first].cumprod(0).sum(0) + 1).sum(), count)
     return objective

@@ -8,6 +8,7 @@ import torch
 
 from specfleet.drafts.peagle import PEagleDraft
 from specfleet.trainer.strategies.base import Objective, Prepared
+from specfleet.trainer.strategies.block_metrics import coverage_metrics
 from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS, Teacher, soft_ce_head
 
 TERM = "elements"
@@ -42,6 +43,7 @@ def peagle_objective(draft: PEagleDraft, prepared: Prepared, chunk_rows: int = C
     full = chains[-1]
     count = torch.full((), float(len(full)), device=device)
     objective.metrics["tau_greedy"] = ((right[:, full].cummin(0).values.sum(0) + 1).sum().float(), count)
+    objective.metrics |= coverage_metrics(tensors["num_sequences"], tensors["num_skipped"])
     if overlap is not None:
         objective.metrics["tau_prob"] = ((overlap[:, full].cumprod(0).sum(0) + 1).sum(), count)
     return objective
