@@ -72,7 +72,7 @@ def dflash_objective(
     """Forward pass and numerator of one prepared micro-batch (see `dflash.batch.collate` for its tensors)."""
     tensors, config = prepared.tensors, draft.config
     context = draft.context(tensors["context_states"], tensors["context_positions"])
-    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["spans"], embedding_VH)
+    hidden = draft.blocks(context, tensors["anchors"], tensors["anchor_ids"], tensors["starts"], embedding_VH)
     rows, bounds = tensors["rows"], tensors["row_bounds"].tolist()
     weights: torch.Tensor | RowWeights = tensors["weights"]
     if loss != "ce":
