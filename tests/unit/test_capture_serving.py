@@ -81,13 +81,13 @@ async def rig(request: pytest.FixtureRequest, engines: list[StoringEngine]) -> A
     control = FakeCaptureControl(contract_of())
     rig = Rig(control, await control.start(), f"rig-{request.node.name}")
 
-    def make(contract: CaptureContract, store: FeatureStore) -> StoringEngine:
+    async def load(contract: CaptureContract, store: FeatureStore) -> StoringEngine:
         engines.append(StoringEngine(rig.attests(contract), store))
         if rig.gated:
             engines[-1].gate.clear()
         return engines[-1]
 
-    rig.make = make
+    rig.load = load
     yield rig
     for engine in engines:
         engine.gate.set()
