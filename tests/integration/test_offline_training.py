@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.feature_sets import record_feature_set
 from fixtures.site import Site
 from safetensors.torch import load_file
 
@@ -15,9 +16,7 @@ from specfleet.ctl.submission import submission
 from specfleet.data.prepare import prepare_prompt_set
 from specfleet.data.prompt_set import PromptSet
 from specfleet.features.feature_set import FeatureSet
-from specfleet.features.writer import FeatureSetWriter
 from specfleet.target.facts import build_contract, read_target_facts
-from specfleet.target.hf import HFTarget
 from specfleet.wire import run_pb2
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -69,23 +68,9 @@ def run_config(site: Site, target: Path, run_id: str, data: dict[str, Any]) -> R
 
 @pytest.fixture(scope="module")
 def features(site: Site, prompts: PromptSet, tiny_target: Path) -> FeatureSet:
-    """Recorded by the engine's own forward pass, one prompt at a time."""
     config = run_config(site, tiny_target, "", {"prompt_set": str(prompts.path)})
     contract = build_contract(config, read_target_facts(tiny_target))
-    writer = FeatureSetWriter.open(site.folder / "features", contract, prompts, shard_bytes=100_000)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    target = HFTarget.load(tiny_target, contract.layers, contract.dtype, final_state=contract.final_state)
-    for prompt in prompts.read(range(PROMPTS)):
-        (captured,) = target.capture([prompt.input_ids])
-        assert isinstance(captured, dict)
-        captured["input_ids"] = torch.tensor(prompt.input_ids, dtype=torch.int32)
-        captured["loss_mask"] = torch.frombuffer(bytearray(prompt.loss_mask), dtype=torch.uint8)
-        writer.add(prompt.index, captured)
-    torch.set_num_threads(threads)
-    writer.finish()
-    writer.close()
-    return FeatureSet.open(writer.directory)
+    return record_feature_set(site.folder / "features", contract, prompts, tiny_target)
 
 
 def submit(site: Site, target: Path, run_id: str, features: FeatureSet) -> None:
