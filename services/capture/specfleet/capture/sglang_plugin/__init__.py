@@ -5,9 +5,10 @@ The server is told what to capture by the environment variable SPECFLEET_CAPTURE
     {"store": "mooncake://HOST:PORT/POOL?client=HOST:PORT", "layers": [2, 8, 13], "final_state": "post_norm",
      "extras": ["teacher_argmax"], "dtype": "bfloat16", "pending_bytes": 536870912, "store_full_s": 60}
 
-Without it the plugin does nothing. With it, a server that cannot capture exits with EXIT_ENVIRONMENT (3) or EXIT_BAD_INPUT (2)
-and one line on stderr, "specfleet: [SF-…] …", before it listens: unknown version of SGLang, a hooked function that is not the
-tested one, options that capture excludes, layers the model does not have.
+Without it the plugin does nothing. With it, a server that cannot capture never listens: it prints one line on stderr,
+"specfleet: [SF-…] …", and ends. An unknown version of SGLang, a hooked function that is not the tested one and settings that
+make no sense end the first process (exit code 3 or 2); options that capture excludes and layers the model does not have show
+in a scheduler, and SGLang then kills the whole server (SIGKILL).
 
 One capture is one request `POST /generate`:
 

@@ -12,6 +12,7 @@ out, as `hidden_states` [N, H] after the final norm and `aux_hidden_states`, one
 """
 
 import logging
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 
 from specfleet.capture.sglang_plugin.admission import Admission
-from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, failure, parse, refused
+from specfleet.capture.sglang_plugin.checks import capture_layers, check_options, check_request
+from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, FeatureTable, failure, parse, refused
 from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
-from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError
+from specfleet.contracts.errors import HostError, SpecfleetError
 from specfleet.store.factory import open_store
 from specfleet.target.dtypes import DTYPES
 from specfleet.wire.records_pb2 import CaptureContract
@@ -55,6 +57,7 @@ class Hooks:
         """Whether this is the rank that stores and answers: the states are the same on all of them."""
         # Known once the model is loaded.
         self._sink: Sink | None = None
+        self._table: FeatureTable = {}
         self._vocab_size = 0
         self._state_scale = 1.0
 
@@ -69,6 +72,14 @@ class Hooks:
         """AFTER ModelRunner.init_aux_hidden_state_capture; before CUDA graphs are captured."""
         if runner.is_draft_worker:
             return
+        try:
+            self._load(runner)
+        except SpecfleetError as error:
+            # SGLang logs the traceback and kills the server and its children.
+            print(f"specfleet: {error}", file=sys.stderr, flush=True)
+            raise
+
+    def _load(self, runner: Any) -> None:
         model, config, settings = runner.model, runner.model_config, self._settings
         check_options(runner.server_args, runner.device)
         contract = CaptureContract(
@@ -83,8 +94,8 @@ class Hooks:
         self._state_scale = float(getattr(model, "scale_width", 1.0))
         if settings.layers:
             capture_layers(model, settings.layers, config.num_hidden_layers)
-        self._sink = Sink(open_store(settings.store), feature_table(contract), settings.layers, settings.store_full_s)
         self._table = feature_table(contract)
+        self._sink = Sink(open_store(settings.store), self._table, settings.layers, settings.store_full_s)
         log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
 
     # receive
@@ -259,58 +270,3 @@ class Hooks:
 def capture_of(req: Any) -> CaptureRequest | None:
     custom = req.sampling_params.custom_params
     return custom.get(KEY) if isinstance(custom, dict) else None
-
-
-def check_request(received: Any) -> None:
-    """Raises ConfigError SF-SGLANG-REQUEST for what a capture cannot be combined with."""
-    params = received.sampling_params
-    if params.max_new_tokens != 1 or params.n != 1:
-        raise ConfigError(
-            "SF-SGLANG-REQUEST",
-            f"a capture generates one token, this request asks for max_new_tokens {params.max_new_tokens} and n {params.n}",
-        )
-    if received.input_embeds is not None or received.mm_inputs is not None or received.session_params is not None:
-        raise ConfigError("SF-SGLANG-REQUEST", "a capture takes input_ids only: no embeddings, images or sessions")
-
-
-def capture_layers(model: Any, layers: Sequence[int], num_hidden_layers: int) -> None:
-    """Raises ConfigError SF-SGLANG-LAYERS or HostError SF-SGLANG-MODEL."""
-    # SGLang hands out what enters a layer, and nothing enters one after the last.
-    if layers[-1] > num_hidden_layers - 2:
-        raise ConfigError(
-            "SF-SGLANG-LAYERS",
-            f"layer {layers[-1]} cannot be captured: of this model's {num_hidden_layers} layers SGLang hands out the outputs of "
-            f"0..{num_hidden_layers - 2}",
-        )
-    for setter in ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"):
-        if hasattr(model, setter):
-            getattr(model, setter)(list(layers))
-            return
-    raise HostError("SF-SGLANG-MODEL", f"SGLang's {type(model).__name__} does not hand out the states of its layers")
-
-
-def check_options(args: Any, device: str) -> None:
-    """Raises ConfigError SF-SGLANG-OPTIONS when the server was started with what capture excludes."""
-    from sglang.srt.environ import envs
-
-    excluded = {
-        "--speculative-algorithm": args.speculative_algorithm is not None,
-        "--pp-size": args.pp_size > 1,
-        "--enable-dp-attention": args.enable_dp_attention,
-        "--disaggregation-mode": args.disaggregation_mode != "null",
-        "--dllm-algorithm": args.dllm_algorithm is not None,
-        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
-        "--enable-pdmux": args.enable_pdmux,
-        # Requests that vanish from the queue without an answer, or answers that wait for the next request.
-        "--max-queued-requests": args.max_queued_requests is not None,
-        "SGLANG_REQ_WAITING_TIMEOUT": envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0,
-        "--sleep-on-idle": args.sleep_on_idle,
-        # Python does not run in a replayed graph, so no hook does.
-        "prefill CUDA graphs (set --disable-prefill-cuda-graph)": device == "cuda" and prefill_graphs(args),
-    }
-    if found := [option for option, present in excluded.items() if present]:
-        raise ConfigError("SF-SGLANG-OPTIONS", f"capture does not work with: {', '.join(found)}")
-
-
-def prefill_graphs(args: Any) -> bool:
-    return not args.disable_cuda_graph and str(args.cuda_graph_config.prefill.backend).lower() != "disabled"

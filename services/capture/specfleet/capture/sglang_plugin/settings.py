@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, fields
+from typing import Any
 
 from specfleet.contracts.errors import ConfigError
 
@@ -37,7 +38,10 @@ class Settings:
             raise _bad(
                 f"an object with store, layers and any of {', '.join(sorted(known - {'store', 'layers'}))}; got {text}"
             )
-        settings = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        arguments: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        settings = cls(**arguments)
         settings._check()
         return settings
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -103,8 +104,7 @@ class Sink:
         finish = self._copy(spans, states)
         for span in spans:
             span.capture.rows = max(span.capture.rows, span.position + span.count)
-            share = span.count / total
-            span.capture.copies.append(lambda share=share: finish() * share)
+            span.capture.copies.append(partial(_share, finish, span.count / total))
             if span.capture.complete:
                 self.submit(span.capture)
 
@@ -194,6 +194,10 @@ class Sink:
                 if final or self._closing.wait(delay):
                     raise
                 delay = min(delay * 2, 1.0)
+
+
+def _share(finish: Callable[[], float], share: float) -> float:
+    return finish() * share
 
 
 def _continues(span: Span) -> bool:

@@ -131,11 +131,12 @@ def measure(root: Path, place: str) -> Function | None:
         text = (root / path).read_text()
     except FileNotFoundError:
         return None
-    node: ast.AST | None = ast.parse(text)
+    node: ast.AST = ast.parse(text)
     for part in name.split("."):
-        node = next((child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part), None)
-        if node is None:
+        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+        if not found:
             return None
+        node = found[-1]
     assert isinstance(node, ast.FunctionDef)
     source = textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
     return Function(place, ast.unparse(node.args), hashlib.sha256(source.encode()).hexdigest()[:16])
