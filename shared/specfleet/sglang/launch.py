@@ -103,9 +103,10 @@ def server_argv(python: str, options: ServerOptions, port: int) -> list[str]:
     return [*argv, *options.flags]
 
 
-def server_env(options: ServerOptions) -> dict[str, str]:
+def server_env(options: ServerOptions, port: int) -> dict[str, str]:
     """This process's environment, and what the options add."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    # 0.5.14 refuses to start when its unused gRPC port, by default ten thousand above the other one, exceeds 65535.
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "SGLANG_GRPC_PORT": str(port)}
     if options.device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if options.context_length:
@@ -141,7 +142,7 @@ class Server:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=server_env(self._options),
+                env=server_env(self._options, port),
                 start_new_session=True,
                 preexec_fn=dies_with(os.getpid(), signal.SIGKILL),
             )
