@@ -1,5 +1,6 @@
 """Feature sets on disk: format, resumption after a kill, damage, and what verify finds."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 from fixtures.coordinator_life import CONTRACT, write_prompt_set
 from fixtures.feature_sets import random_features, write_feature_set
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from specfleet.contracts.errors import DataError, FeatureLostError, HostError
+from specfleet.ctl.app import app
 from specfleet.data.prompt_set import PromptSet
 from specfleet.features.feature_set import FeatureSet
 from specfleet.features.manifest import read_manifest
@@ -160,6 +163,24 @@ def test_a_flipped_byte_is_found_by_verify_and_by_the_reader(tmp_path: Path, pro
     assert verdict.num_problems == 2
     assert f"{damaged.name} has sha256" in verdict.problems[0]
     assert f"prompt {victim}" in verdict.problems[1]
+
+
+def test_the_command_line_shows_and_checks_sets(tmp_path: Path, prompts: PromptSet) -> None:
+    directory = write_feature_set(tmp_path / "set", CONTRACT, prompts)
+    invoke = CliRunner().invoke
+    stats = json.loads(invoke(app, ["data", "stats", str(directory), "--json"]).output)
+    assert (stats["recorded"], stats["complete"], stats["layers"]) == (PROMPTS, True, [1, 2])
+    assert stats["digest"] == FeatureSet.open(directory).digest
+    sound = invoke(app, ["data", "verify", str(directory)])
+    assert (sound.exit_code, "the feature set is sound" in sound.output) == (0, True)
+    assert json.loads(invoke(app, ["data", "verify", str(prompts.path), "--json"]).output)["prompts"] == PROMPTS
+    (shard, *_) = shards(directory)
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    broken = invoke(app, ["data", "verify", str(directory), "--json"])
+    assert broken.exit_code == 1
+    assert f"{shard.name} has sha256" in json.loads(broken.output)["problems"][0]
 
 
 def test_a_short_or_absent_shard_is_named(tmp_path: Path, prompts: PromptSet) -> None:

@@ -18,6 +18,8 @@ from specfleet.coordinator.ledger import Ledger, fleet, generations, moves, runs
 from specfleet.coordinator.ledger import tables as t
 from specfleet.coordinator.ledger.engine import migrate
 from specfleet.coordinator.ledger.verify import explain, verify
+from specfleet.features.feature_set import FeatureSet
+from specfleet.features.manifest import Manifest
 from specfleet.policies.credits import CreditGate, Marks
 
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.integration)]
@@ -161,6 +163,45 @@ async def test_any_order_of_events_conserves_and_trains_once(
     assert (counts["SETTLED"], counts["DEAD"]) == (len(model), 2)
     assert len(model) + 2 + counts.get("DROPPED_TAIL", 0) == 46
     assert {row.reserved_bytes for row in await w.all_tasks()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("seed", "order", "retain", "tail", "world"),
+    [
+        (1, "deterministic", "until_trained", "carry", 2),
+        (2, "arrival", "until_checkpoint", "pad", 1),
+        (3, "deterministic", "until_trained", "drop", 1),
+    ],
+)
+async def test_an_offline_run_needs_neither_message_nor_deletion(
+    ledger: Ledger, seed: int, order: str, retain: str, tail: str, world: int
+) -> None:
+    facts = await new_run(
+        ledger, "r", 23, data={"source": "features", "features": "/set", "prompt_set": ""},
+        trainer={"world": world, "batch_size": 4 // world, "epochs": 2},
+        flow={"order": order, "retain": retain, "tail": tail, "high_samples": 24, "low_samples": 20},
+    )  # fmt: skip
+    manifest = Manifest(facts.contract, "digest", 23, complete=True, dead={3: "NaN"})
+    w = World(
+        ledger, facts, random.Random(seed), world=world, features=FeatureSet(Path("/set"), manifest, "d" * 64, [])
+    )
+    usual, rare = [w.ingest, w.dispatch, w.plan, w.train], [w.save, w.join]
+    await w.join()
+    for turn in range(1, 200):
+        await (rare[turn // 20 % len(rare)] if turn % 20 == 0 else w.rng.choice(usual))()
+        if turn % 50 == 0:
+            await check(w)
+    assert w.generation > 2
+    await finish(w)
+    await check(w)
+    counts = await w.state_counts()
+    model = Counter(prompt for _, prompts in w.trained for prompt in prompts)
+    assert set(model.values()) == {1}
+    assert (counts["SETTLED"], counts["DEAD"]) == (len(model), 2)
+    assert len(model) + 2 + counts.get("DROPPED_TAIL", 0) == 46
+    assert w.on_bus == []
+    for table in (t.samples, t.outbox):
+        assert await ledger.read(lambda conn, table=table: conn.execute(select(table)).first()) is None
 
 
 async def finish(w: World) -> None:
