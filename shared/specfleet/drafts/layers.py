@@ -20,8 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * functional.rms_norm(x, x.shape[-1:], None, self.eps)
 
 
 class SwiGLU(nn.Module):
@@ -83,15 +82,15 @@ class GroupedQueryProjections(nn.Module):
 class Rotation:
     """Cosines and sines of R positions, ready to rotate [R, heads, d] (halves layout, as in Llama)."""
 
-    def __init__(self, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> None:
-        self._cos, self._sin = cos_Rd[:, None], sin_Rd[:, None]
+    def __init__(self, cos_R1d: torch.Tensor, sin_R1d: torch.Tensor) -> None:
+        """sin: negative in the first half, so that rotating takes no negation."""
+        self._cos, self._sin = cos_R1d, sin_R1d
 
     def apply(self, x_RNd: torch.Tensor) -> torch.Tensor:
-        left, right = x_RNd.chunk(2, dim=-1)
-        return x_RNd * self._cos + torch.cat((-right, left), dim=-1) * self._sin
+        return x_RNd * self._cos + x_RNd.roll(x_RNd.shape[-1] // 2, -1) * self._sin
 
     def rows(self, index_R: torch.Tensor) -> "Rotation":
-        return Rotation(self._cos[index_R, 0], self._sin[index_R, 0])
+        return Rotation(self._cos[index_R], self._sin[index_R])
 
 
 class Rope:
@@ -106,9 +105,9 @@ class Rope:
     def at(self, positions_R: torch.Tensor, dtype: torch.dtype) -> Rotation:
         if self._inv_freq.device != positions_R.device:
             self._inv_freq = self._inv_freq.to(positions_R.device)
-        angles = positions_R.to(torch.float32)[:, None] * self._inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        return Rotation((angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype))
+        angles = positions_R.to(torch.float32)[:, None, None] * self._inv_freq
+        cos, sin = (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def rope_frequencies(
