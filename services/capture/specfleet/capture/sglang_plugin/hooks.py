@@ -234,14 +234,21 @@ class Hooks:
         skip_req: Any = None,
     ) -> None:
         """AROUND SchedulerOutputStreamer.stream_output."""
-        ready = [req for req in reqs if req is skip_req or self._may_go(req)]
-        if ready or not reqs:
-            stream(streamer, ready, return_logprob, skip_req)
+        ordinary, answered = [], []
+        for req in reqs:
+            request = capture_of(req)
+            if request is None or req is skip_req or not self._writes or not req.finished() or req.finished_output:
+                ordinary.append(req)
+            elif self._answer_now(req, request):
+                answered.append(req)
+        if ordinary or not reqs:
+            stream(streamer, ordinary, return_logprob, skip_req)
+        # In a message of their own: in one of requests with and without it, SGLang 0.5.14 mixes up their customized_info.
+        if answered:
+            stream(streamer, answered, return_logprob)
 
-    def _may_go(self, req: Any) -> bool:
-        request = capture_of(req)
-        if request is None or not self._writes or not req.finished() or req.finished_output:
-            return True
+    def _answer_now(self, req: Any, request: CaptureRequest) -> bool:
+        """False for a request whose answer is withheld."""
         if req.rid in self._withheld:
             return False
         answer = self._answer(request)
@@ -249,7 +256,7 @@ class Hooks:
             self._withheld[req.rid] = req
             return False
         self._admission.end(req.rid)
-        req.customized_info = {**(req.customized_info or {}), KEY: [answer]}
+        req.customized_info = {KEY: [answer]}
         return True
 
     @staticmethod
