@@ -113,10 +113,10 @@ def test_vocabulary_holds_supervised_and_stop_tokens(tiny_target: Path, prompt_s
     supervised = torch.tensor(sorted({token for text in TEXTS for token in text[4:]}))
     assert draft.t2d[supervised].all()
     assert draft.t2d[2]
-    full = _build(tiny_target, prompt_set, draft_vocab_size=0).draft
-    assert isinstance(full, Eagle3Draft)
-    assert full.t2d.all()
-    assert not full.d2t.any()
+    for everything in (0, 100_000):
+        full = _build(tiny_target, prompt_set, draft_vocab_size=everything).draft
+        assert isinstance(full, Eagle3Draft)
+        assert (full.config.draft_vocab_size, bool(full.t2d.all()), bool(full.d2t.any())) == (384, True, False)
 
 
 def test_peagle_starts_from_the_targets_embedding(tiny_target: Path, prompt_set: PromptSet) -> None:

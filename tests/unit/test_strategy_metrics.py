@@ -1,7 +1,9 @@
 """What every strategy reports: ratios of sums that stay in their range and do not depend on how a step was split."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ from specfleet.trainer.strategies.dflash import DFlashStrategy
 F64 = torch.float64
 GUESSES = 4
 EMBEDDING, HEAD = frozen_matrices(F64)
+DOCS = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+DOCUMENTED = {
+    name
+    for line in re.findall(r"^\| `.*", DOCS.partition("## Reading the metrics")[2].partition("\n## ")[0], re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", line.split("|")[1])
+}
 EVERY_STRATEGY = {"acc_0", "acc_1", "tau_greedy", "tau_prob", "skipped_samples"}
 
 
@@ -63,6 +71,7 @@ def test_metrics_add_up_and_stay_in_range(name: str) -> None:
     split = _sums(strategy, [[sample] for sample in samples])
     assert split.keys() == whole.keys()
     for metric, (numerator, denominator) in whole.items():
+        assert re.sub(r"_\d+$", "_i", metric).replace("_base", "") in DOCUMENTED, metric
         # base_weight is a constant of the step, given once per micro-batch.
         times = len(samples) if metric == "base_weight" else 1
         assert split[metric] == pytest.approx([times * numerator, times * denominator], rel=1e-5), metric
