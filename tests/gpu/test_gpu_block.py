@@ -116,8 +116,8 @@ def test_a_step_has_the_cpus_gradient(name: str) -> None:
 
 def test_cross_entropy_equals_the_cpus() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 64, generator=generator).to(torch.bfloat16) for n in (100, 1000))
-    labels, weights = torch.randint(0, 1000, (100,), generator=generator), torch.rand(100, generator=generator)
+    x, head = (torch.randn(n, 64, generator=generator).to(torch.bfloat16) for n in (100, 10007))
+    labels, weights = torch.randint(0, 10007, (100,), generator=generator), torch.rand(100, generator=generator)
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         rows = x.to(device, dtype).requires_grad_()

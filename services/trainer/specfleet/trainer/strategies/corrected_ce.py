@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specfleet.trainer.strategies.row_ce import row_ce
+
 
 class Rows(NamedTuple):
     """Per row its cross entropy (fp32, or fp64 for fp64 inputs) and its argmax (int64)."""
@@ -75,14 +77,14 @@ class _CorrectedCe(torch.autograd.Function):
                 final_z = torch.addmm(base_z, *operands) if base_weight else base_z.addmm_(*operands)
             dz = None
             if final_z is not None and codes is not None and grad_codes is not None:
-                dz = final_z.to(wide)
-                loss += _rows_(dz, labels[rows], (1 - base_weight) * weights[rows].to(wide), final, rows)
+                part, dz = _part(final_z, labels, (1 - base_weight) * weights[rows].to(wide), final, rows)
+                loss += part
                 low = dz.to(correction.dtype)
                 grad_codes[rows] = low @ correction
                 grad_correction += low.T @ codes[rows]
             if base_weight:
-                dz_base = base_z.to(wide)
-                loss += _rows_(dz_base, labels[rows], base_weight * weights[rows].to(wide), base, rows)
+                part, dz_base = _part(base_z, labels, base_weight * weights[rows].to(wide), base, rows)
+                loss += part
                 dz = dz_base if dz is None else dz.add_(dz_base)
             assert dz is not None
             grad_x[rows] = (dz.to(head.dtype) @ head).to(x.dtype)
@@ -99,15 +101,13 @@ class _CorrectedCe(torch.autograd.Function):
         return x, None, codes, correction, None, None, None, None
 
 
-def _rows_(z: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, into: Rows, rows: slice) -> torch.Tensor:
-    """Σ weight·CE of a chunk; writes its rows `into`, and turns the logits z into the gradient of that sum, in place."""
-    label = labels[:, None]
-    own = z.gather(-1, label)[:, 0]
-    peak, into.best_R[rows] = z.max(-1)
-    mass = z.sub_(peak[:, None]).exp_().sum(-1)
-    into.ce_R[rows] = mass.log() + peak - own
-    z.mul_((weights / mass)[:, None]).scatter_add_(-1, label, -weights[:, None])
-    return (weights * into.ce_R[rows]).sum()
+def _part(
+    z: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, into: Rows, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ weight·CE of a chunk and its gradient in place of the logits z; writes the chunk's rows `into`."""
+    chunk = row_ce(z, labels[rows])
+    into.ce_R[rows], into.best_R[rows] = chunk.ce_R, chunk.best_R
+    return (weights * chunk.ce_R).sum(), chunk.gradient(weights)
 
 
 def _empty(x: torch.Tensor, wide: torch.dtype) -> Rows:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from specfleet.trainer.strategies.row_ce import row_ce
+
 RowWeights = Callable[[torch.Tensor, slice], torch.Tensor]
 """(cross entropies [r] of a chunk's rows, which rows) → their weights [r]; nothing flows back through it."""
 
@@ -46,18 +48,12 @@ class _HardCeHead(torch.autograd.Function):
             if start == stop:
                 continue
             rows = slice(start, stop)
-            z = (x[rows].to(head.dtype) @ head.T).to(wide)
-            label = labels[rows, None]
-            peak, best[rows] = z.max(-1)
-            own = z.gather(-1, label)[:, 0]
-            # From here on in place: z is by far the largest tensor of a training step.
-            mass = z.sub_(peak[:, None]).exp_().sum(-1)
-            losses[rows] = mass.log() + peak - own
-            weight = (weights(losses[rows], rows) if callable(weights) else weights[rows]).to(wide)
-            loss += (weight * losses[rows]).sum()
+            chunk = row_ce(x[rows].to(head.dtype) @ head.T, labels[rows])
+            losses[rows], best[rows] = chunk.ce_R, chunk.best_R
+            weight = (weights(chunk.ce_R, rows) if callable(weights) else weights[rows]).to(wide)
+            loss += (weight * chunk.ce_R).sum()
             if grad_x is not None:
-                z.mul_((weight / mass)[:, None]).scatter_add_(-1, label, -weight[:, None])
-                grad_x[rows] = (z.to(head.dtype) @ head).to(x.dtype)
+                grad_x[rows] = (chunk.gradient(weight).to(head.dtype) @ head).to(x.dtype)
         ctx.save_for_backward(*(() if grad_x is None else (grad_x,)))
         ctx.mark_non_differentiable(losses, best)
         return loss, losses, best
