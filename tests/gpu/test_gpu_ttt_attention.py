@@ -23,7 +23,7 @@ def _run(
     q, k, v, *own = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
     out = ttt_attention(q, k, v, rows.to(device), own[:steps], own[steps:])
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(device, dtype)
-    return [x.double().cpu() for x in (out, *torch.autograd.grad((out * weights).sum(), leaves))]
+    return [x.detach().double().cpu() for x in (out, *torch.autograd.grad((out * weights).sum(), leaves))]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
