@@ -150,8 +150,8 @@ async def test_errors_are_told_apart(case: GateCase, gate: Gate, tmp_path: Path)
         await gate.stub.GetGate(pb.GetGateRequest(gate_id="gate-x"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
+    bad = pb.StartGateRequest(export_dir="e", target="t", eval_set_uri="s", acceptance_rule="typical")
     with pytest.raises(ConfigError, match="'typical' is not one of rejection, target_only"):
-        bad = pb.StartGateRequest(export_dir="e", target="t", eval_set_uri="s", acceptance_rule="typical")
         await call(gate.stub.StartGate, bad, timeout_s=10)
 
     (tmp_path / "empty").mkdir()

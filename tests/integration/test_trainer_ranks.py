@@ -2,16 +2,21 @@
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from fixtures.blocks import random_features
+from fixtures.every_strategy import EVERY_STRATEGY
 from fixtures.net import free_port
+from fixtures.objective import Samples
 from fixtures.tiny_strategy import HIDDEN, TinyStrategy
 
 from specfleet.trainer.optim import MasterAdamW
 from specfleet.trainer.parallel import Ranks
 from specfleet.trainer.reduction import Sums, accumulate
+from specfleet.trainer.strategies.base import Strategy
 
 pytestmark = pytest.mark.integration
 
@@ -35,10 +40,13 @@ def sample(length: int) -> dict[str, torch.Tensor]:
 
 
 def one_step(micro_batches: list[list[int]], ranks: Ranks) -> dict[str, Any]:
+    return step_of(TinyStrategy(), [[sample(length) for length in lengths] for lengths in micro_batches], ranks)
+
+
+def step_of(strategy: Strategy, micro_batches: Sequence[Samples], ranks: Ranks) -> dict[str, Any]:
     """Gradient (as the first moment over 1 − β₁, before clipping matters), norm, and totals of one step."""
-    strategy = TinyStrategy()
     optimizer = MasterAdamW(strategy.draft.named_parameters(), max_grad_norm=1e9)
-    batches = [strategy.collate([sample(length) for length in lengths]) for lengths in micro_batches]
+    batches = [strategy.collate(samples) for samples in micro_batches]
     share = accumulate(strategy, batches, optimizer, ranks)
     norm = float(optimizer.step(1e-3, ranks))
     total = Sums.total(ranks.gather(share.read().fact()))
@@ -50,8 +58,16 @@ def work(rank: int, port: int, results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     ranks = Ranks(rank, 2)
-    results.put((rank, [one_step(split[rank], ranks) for split in SPLITS]))
+    tiny = [one_step(split[rank], ranks) for split in SPLITS]
+    every = {name: step_of(make(torch.float32), shares()[rank], ranks) for name, make in EVERY_STRATEGY.items()}
+    results.put((rank, (tiny, every)))
     ranks.close()
+
+
+def shares() -> list[list[Samples]]:
+    """Real features, unevenly split over two ranks; one sample has no answer."""
+    a, b, c, d = random_features([21, 2, 13, 17])
+    return [[[a]], [[b], [c, d]]]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -91,5 +107,12 @@ def test_two_processes_have_the_gradient_of_one() -> None:
         assert process.exitcode == 0
     expected = one_step([[2, 3, 4, 5]], Ranks())
     for case in range(len(SPLITS)):
-        assert_same(found[0][case], expected)
-        assert found[0][case]["gradient"] == found[1][case]["gradient"]
+        assert_same(found[0][0][case], expected)
+        assert found[0][0][case]["gradient"] == found[1][0][case]["gradient"]
+    for name, make in EVERY_STRATEGY.items():
+        whole = step_of(make(torch.float32), [[*shares()[0][0], *shares()[1][0], *shares()[1][1]]], Ranks())
+        (_, every), (_, other) = found[0], found[1]
+        largest = max(map(abs, whole["gradient"]))
+        assert every[name]["gradient"] == pytest.approx(whole["gradient"], rel=1e-3, abs=1e-5 * largest), name
+        assert every[name]["gradient"] == other[name]["gradient"]
+        assert every[name]["norm"] == pytest.approx(whole["norm"], rel=1e-5)
