@@ -73,6 +73,7 @@ class SGLangEngine(ServingEngine):
                 try:
                     links.append(Link(client, await probe(client, contract, store)))
                 except UnreachableError as error:
+                    await client.close()
                     log.warning("server does not answer", url=url, error=str(error))
                     away.append(url)
                     why.append(str(error))
