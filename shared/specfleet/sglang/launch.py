@@ -111,7 +111,7 @@ def server_env(options: ServerOptions, port: int) -> dict[str, str]:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if options.context_length:
         env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    return env | options.env
+    return {**env, **options.env}
 
 
 class Server:
