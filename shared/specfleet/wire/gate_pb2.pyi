@@ -31,7 +31,7 @@ class ExportDraftResponse(_message.Message):
     def __init__(self, output_dir: _Optional[str] = ..., files: _Optional[_Iterable[str]] = ..., weights_hash: _Optional[str] = ...) -> None: ...
 
 class StartGateRequest(_message.Message):
-    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype", "temperature", "acceptance_rule")
+    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype", "temperature", "acceptance_rule", "serve_engine", "serve_rows", "serve_new_tokens")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EXPORT_DIR_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,9 @@ class StartGateRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_RULE_FIELD_NUMBER: _ClassVar[int]
+    SERVE_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    SERVE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SERVE_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     export_dir: str
     target: str
@@ -60,7 +63,10 @@ class StartGateRequest(_message.Message):
     dtype: str
     temperature: float
     acceptance_rule: str
-    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ..., temperature: _Optional[float] = ..., acceptance_rule: _Optional[str] = ...) -> None: ...
+    serve_engine: str
+    serve_rows: int
+    serve_new_tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ..., temperature: _Optional[float] = ..., acceptance_rule: _Optional[str] = ..., serve_engine: _Optional[str] = ..., serve_rows: _Optional[int] = ..., serve_new_tokens: _Optional[int] = ...) -> None: ...
 
 class StartGateResponse(_message.Message):
     __slots__ = ("gate_id",)

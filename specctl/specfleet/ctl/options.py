@@ -27,6 +27,15 @@ GateAddress = Annotated[
         "--gate", envvar="SPECFLEET_GATE", help="HOST:PORT (default: the embedded stack's).", show_default=False
     ),
 ]
+SglangPython = Annotated[
+    str,
+    typer.Option(
+        "--sglang-python",
+        envvar="SPECFLEET_SGLANG_PYTHON",
+        help="Interpreter that has SGLang (default: this one if it has, else .venv-sglang of the checkout).",
+        show_default=False,
+    ),
+]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id.")]
 Overrides = Annotated[
     list[str] | None,

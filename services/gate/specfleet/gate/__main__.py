@@ -11,13 +11,18 @@ def gate(
     coordinator: str = typer.Option("", envvar="SPECFLEET_COORDINATOR", help="HOST:PORT; empty: record no reports."),
     data_dir: Path = typer.Option(..., envvar="SPECFLEET_DATA_DIR", help="Folder of this service."),
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda."),
+    sglang_python: str = typer.Option(
+        "",
+        envvar="SPECFLEET_SGLANG_PYTHON",
+        help="Interpreter that has SGLang, for jobs that serve; default: this one or .venv-sglang.",
+    ),
     insecure: bool = typer.Option(False, envvar="SPECFLEET_INSECURE", help="Allow other than loopback addresses."),
 ) -> None:
     """Serves exports and gate jobs."""
     from specfleet.gate.app import Options, serve
     from specfleet.telemetry.process import run_service
 
-    run_service(serve(Options(listen, metrics, coordinator, data_dir, device, insecure)))
+    run_service(serve(Options(listen, metrics, coordinator, data_dir, device, sglang_python, insecure)))
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ class Options:
     coordinator: str
     data_dir: Path
     device: str
+    sglang_python: str
     insecure: bool
 
 
@@ -78,7 +79,7 @@ async def serve(options: Options) -> None:
     logs.configure("gate")
     stop = stop_event()
     recorder = Recorder(options.coordinator)
-    jobs = Jobs(options.data_dir.resolve() / "jobs", options.device, recorder.record)
+    jobs = Jobs(options.data_dir.resolve() / "jobs", options.device, recorder.record, options.sglang_python)
     recorder.jobs = jobs
     resumed = jobs.restore()
     server = RpcServer(options.listen, insecure=options.insecure)

@@ -1,7 +1,7 @@
 """The process that does the work: torch lives and dies here, so the service stays small and a crash costs one job.
 
-stdin: one JSON object {"do": "export" | "gate", "request", "device", "parent": pid}. stdout: one JSON object a line, any number of
-{"progress": {"stage", "done", "total"}}, then one {"result": …} or {"error": {"type", "code", "message"}}.
+stdin: one JSON object {"do": "export" | "gate", "request", "device", "sglang_python", "parent": pid}. stdout: one JSON object a
+line, any number of {"progress": {"stage", "done", "total"}}, then one {"result": …} or {"error": {"type", "code", "message"}}.
 """
 
 import json
@@ -51,7 +51,8 @@ def _gate(order: dict[str, Any], out: TextIO) -> dict[str, Any]:
     def progress(stage: str, done: int, total: int) -> None:
         _send(out, {"progress": {"stage": stage, "done": done, "total": total}})
 
-    return evaluate(ParseDict(order["request"], StartGateRequest()), order["device"], progress)
+    request = ParseDict(order["request"], StartGateRequest())
+    return evaluate(request, order["device"], progress, order["sglang_python"])
 
 
 def _send(out: TextIO, line: dict[str, Any]) -> None:

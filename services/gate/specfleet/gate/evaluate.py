@@ -11,13 +11,16 @@ from specfleet.contracts.errors import ConfigError, ExportError
 from specfleet.data.demo import resolve_builtin
 from specfleet.data.prompt_set import PromptSet
 from specfleet.drafts.base import Draft
-from specfleet.drafts.export import load_export
+from specfleet.drafts.export import export_engine, load_export
 from specfleet.gate.checks import FAIL, PASS, SKIP, Check, Origin, check_target, check_tokenizer, check_weights
-from specfleet.gate.lossless import decode_both, lossless_report, sampling_rule
+from specfleet.gate.lossless import decode_both, lossless_report, sampling_rule, shortest
 from specfleet.gate.measure import measure, ngram_table, source_table
 from specfleet.gate.report import finish_report, write_report
-from specfleet.gate.rows import select_rows
-from specfleet.target.facts import read_target_facts
+from specfleet.gate.rows import EvalRow, select_rows
+from specfleet.gate.serving import Serving, check_served, served_report, serving_depth, serving_dtype
+from specfleet.sglang.launch import find_python
+from specfleet.sglang.speculation import why_not_served
+from specfleet.target.facts import TargetFacts, read_target_facts
 from specfleet.wire.gate_pb2 import StartGateRequest
 
 Progress = Callable[[str, int, int], None]
@@ -25,15 +28,18 @@ Progress = Callable[[str, int, int], None]
 DEFAULT_DRAFT_TOKENS = 5
 # Short: losslessness breaks within the first rounds or not at all, and fp32 decoding on a CPU is slow.
 DEFAULT_LOSSLESS_TOKENS = 32
+DEFAULT_SERVE_TOKENS = 32
 
 
-def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict[str, Any]:
+def evaluate(request: StartGateRequest, device: str, progress: Progress, sglang_python: str = "") -> dict[str, Any]:
     """The report. A draft that does not pass is a report with verdict FAIL; what cannot be judged raises SpecfleetError."""
     started = time.monotonic()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     depth = request.num_draft_tokens or DEFAULT_DRAFT_TOKENS
     progress("loading", 0, 1)
     rule = sampling_rule(request)
+    # A missing engine is told before the long work, not after it.
+    python = find_python(sglang_python) if request.serve_engine else ""
     facts = read_target_facts(resolve_builtin(request.target))
     prompts = PromptSet.open(request.eval_set_uri)
     rows = select_rows(prompts, request.max_rows_per_source)
@@ -51,6 +57,7 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict
         "rows": len(rows),
         "acceptance_length": {},
         "lossless": {},
+        "served": {},
     }
     checks = [check_tokenizer(prompts, facts)]
     try:
@@ -90,6 +97,9 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress) -> dict
     )
     report["lossless"] = lossless_report(decoded)
     checks.append(_lossless(report["lossless"]))
+    if request.serve_engine:
+        report["served"] = _serve(request, rows, draft, facts, depth, device, python, progress)
+        checks.append(check_served(report["served"]))
     return _close(report, checks, request, started)
 
 
@@ -125,6 +135,32 @@ def _lossless(report: dict[str, Any]) -> Check:
     if broken:
         return Check("lossless", FAIL, "; ".join(broken))
     return Check("lossless", PASS, f"{len(report['rows'])} rows, {report['tokens']} tokens identical in float32")
+
+
+def _serve(
+    request: StartGateRequest,
+    rows: list[EvalRow],
+    draft: Draft,
+    facts: TargetFacts,
+    depth: int,
+    device: str,
+    python: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    if reason := why_not_served(draft.kind, export_engine(request.export_dir)):
+        return {"not_served": reason}
+    serving = Serving(
+        python=python,
+        target_dir=facts.path,
+        export_dir=Path(request.export_dir),
+        device=device,
+        dtype=serving_dtype(request.dtype or facts.dtype, device),
+        depth=serving_depth(draft, depth),
+        new_tokens=request.serve_new_tokens or DEFAULT_SERVE_TOKENS,
+        log_path=Path(request.output_dir) / "sglang.log",
+    )
+    chosen = shortest(rows, request.serve_rows or 1)
+    return served_report(chosen, draft, serving, lambda done, total: progress("serving", done, total))
 
 
 def _close(report: dict[str, Any], checks: list[Check], request: StartGateRequest, started: float) -> dict[str, Any]:

@@ -92,8 +92,10 @@ class Jobs:
         folder: Path,
         device: str,
         on_done: Callable[[StartGateRequest, GateStatus], Awaitable[None]],
+        sglang_python: str = "",
     ) -> None:
         self._folder, self._device, self._on_done = folder, device, on_done
+        self._sglang_python = sglang_python
         self._requests: dict[str, StartGateRequest] = {}
         self._status: dict[str, GateStatus] = {}
         self._queue: deque[str] = deque()
@@ -180,6 +182,7 @@ class Jobs:
             "do": "gate",
             "request": MessageToDict(request, preserving_proto_field_name=True),
             "device": self._device,
+            "sglang_python": self._sglang_python,
         }
         log.info("gate job starts", gate=gate_id, run=request.run_id, export=request.export_dir)
         try:

@@ -53,6 +53,8 @@ def render(report: Mapping[str, Any]) -> str:
         parts += ["## Acceptance length", acceptance_markdown(report)]
     if report["lossless"].get("rows"):
         parts += ["## Lossless decoding (float32)", _lossless_table(report["lossless"]["rows"], report["sampling"])]
+    if report["served"].get("rows"):
+        parts += ["## Served", _served_table(report["served"])]
     parts += ["## Versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())]
     return "\n\n".join(parts) + "\n"
 
@@ -97,6 +99,23 @@ def _lossless_table(rows: Sequence[Mapping[str, Any]], sampling: Mapping[str, An
         if sampling is not None:
             cells.append(_number(row["sampled_acceptance_length"]))
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _served_table(served: Mapping[str, Any]) -> str:
+    lines = [
+        f"{served['engine']}, {served['algorithm']}, {served['num_draft_tokens']} draft tokens, {served['dtype']} on "
+        f"{served['device']}: acceptance length {served['acceptance_length']:.3f}, reference decoder "
+        f"{served['reference_acceptance_length']:.3f}.",
+        "",
+        "| source | row | new tokens | not the target's likeliest | rounds | rounds of the reference |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {_cell(row['source'])} | {_cell(row['id'])} | {row['tokens']} | {row['differences']} | {row['rounds']} | "
+        f"{row['reference_rounds']} |"
+        for row in served["rows"]
+    ]
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 DTYPES = ("", "bfloat16", "float16", "float32")
 RULES = ("", "rejection", "target_only")
+ENGINES = ("", "sglang")
 
 
 class GateApi(GateServiceServicer):
@@ -42,6 +43,10 @@ class GateApi(GateServiceServicer):
         if request.acceptance_rule not in RULES:
             raise ConfigError(
                 "SF-GATE-REQUEST", f"acceptance_rule {request.acceptance_rule!r} is not one of {', '.join(RULES[1:])}"
+            )
+        if request.serve_engine not in ENGINES:
+            raise ConfigError(
+                "SF-GATE-REQUEST", f"serve_engine {request.serve_engine!r} is not one of {', '.join(ENGINES[1:])}"
             )
         if request.require_improvement and not request.baseline_export_dir:
             raise ConfigError(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.base import Draft
 from specfleet.drafts.export.card import render_card, write_acceptance
+from specfleet.drafts.export.layout import Layout
 from specfleet.drafts.export.layouts import LAYOUTS, detect_layout, find_layout
 from specfleet.drafts.export.tables import check_against_table
 from specfleet.drafts.registry import build_draft
 
-__all__ = ["LAYOUTS", "Exported", "export_draft", "load_export", "weights_hash", "write_acceptance"]
+__all__ = ["LAYOUTS", "Exported", "export_draft", "export_engine", "load_export", "weights_hash", "write_acceptance"]
 
 _WEIGHTS = "model.safetensors"
 
@@ -86,12 +88,11 @@ def load_export(directory: str | Path) -> Draft:
     Raises ExportError SF-EXPORT-MISSING, SF-EXPORT-UNKNOWN or SF-EXPORT-TENSORS, ConfigError SF-DRAFT-CONFIG.
     """
     folder = Path(directory)
+    layout, config = _read_layout(folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / _WEIGHTS)
     except Exception as error:  # safetensors raises its own untyped error for foreign files
         raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
-    layout = detect_layout(config, str(folder))
     tensors = {layout.current_name(name): tensor for name, tensor in tensors.items()}
     check_against_table(tensors, layout.table(config), str(folder))
     draft = build_draft(layout.kind, layout.parse(config))
@@ -99,6 +100,20 @@ def load_export(directory: str | Path) -> Draft:
         tensors.pop("embed_tokens.weight", None)  # the decoder brings the target's
     draft.load_state_dict({layout.module_name(name): tensor for name, tensor in tensors.items()}, strict=True)
     return draft.eval()
+
+
+def export_engine(directory: str | Path) -> str:
+    """The engine in whose layout an export is written. Raises ExportError SF-EXPORT-MISSING, SF-EXPORT-UNKNOWN."""
+    return _read_layout(Path(directory))[0].engine
+
+
+def _read_layout(folder: Path) -> tuple[Layout, dict[str, Any]]:
+    """Layout and config.json."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
+    return detect_layout(config, str(folder)), config
 
 
 def weights_hash(tensors: Mapping[str, torch.Tensor]) -> str:

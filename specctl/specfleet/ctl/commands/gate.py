@@ -88,6 +88,15 @@ def run_gate(
         str,
         typer.Option("--rule", help="rejection or target_only; default: the run's gate section.", show_default=False),
     ] = "",
+    serve: Annotated[
+        str,
+        typer.Option(
+            "--serve",
+            metavar="ENGINE",
+            help="sglang: serve held-out prompts with SGLang and this draft, and compare with the reference decoder.",
+        ),
+    ] = "",
+    serve_rows: Annotated[int, typer.Option("--serve-rows", min=1, help="Rows per source that are served.")] = 1,
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="Compare with an untrained export.")
     ] = True,
@@ -127,6 +136,8 @@ def run_gate(
             baseline_export_dir=untrained.output_dir if untrained else "",
             output_dir=str(Path(snapshot.output_dir) / "gate"),
             require_improvement=baseline,
+            serve_engine=serve,
+            serve_rows=serve_rows,
             dtype=config.model.dtype,
         )
         status = gatework.run_gate(gates, request, _progress(say))

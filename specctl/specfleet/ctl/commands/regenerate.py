@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specfleet.ctl.options import AsJson
+from specfleet.ctl.options import AsJson, SglangPython
 
 if TYPE_CHECKING:
     from specfleet.data.regenerate.run import Regenerated
+    from specfleet.sglang.launch import Server
 
 _SAY_EVERY_S = 10.0
+# On a CPU SGLang would take most of the memory for its cache.
+_CPU_POOL_TOKENS = 16384
 EXAMPLES = """Examples:
 
 specctl data regenerate chats.jsonl --out answers.jsonl --target /models/Qwen3-8B
@@ -66,6 +69,7 @@ def regenerate(
         list[str] | None,
         typer.Option("--where", metavar="FIELD=A,B", help="Keep rows whose field has one of these values."),
     ] = None,
+    sglang_python: SglangPython = "",
     api_key: Annotated[
         str, typer.Option("--api-key", envvar="SPECFLEET_API_KEY", help="Bearer token.", show_default=False)
     ] = "",
@@ -80,7 +84,9 @@ def regenerate(
     from specfleet.data.demo import resolve_builtin
     from specfleet.data.regenerate.endpoint import Patience
     from specfleet.data.regenerate.engines import Sampling
+    from specfleet.telemetry import logs
 
+    logs.configure("specctl")
     if not (endpoint or target):
         raise typer.BadParameter("who answers? Give --endpoint URL, --target DIR or both")
     kwargs = _json_object(template_kwargs) | ({} if thinking is None else {"enable_thinking": thinking})
@@ -90,6 +96,7 @@ def regenerate(
             out,
             endpoint,
             resolve_builtin(target) if target else "",
+            sglang_python,
             model,
             api_key,
             Sampling(temperature, top_p, max_tokens, kwargs),
@@ -105,6 +112,7 @@ async def _run(
     out: Path,
     endpoint_url: str,
     target: str,
+    sglang_python: str,
     model: str,
     api_key: str,
     sampling: Any,
@@ -118,6 +126,11 @@ async def _run(
     from specfleet.data.regenerate.run import regenerate
 
     async with AsyncExitStack() as stack:
+        if not endpoint_url:
+            server = _server(target, sglang_python, out.with_name(f"{out.name}.sglang.log"))
+            stack.push_async_callback(server.stop)
+            await server.start()
+            endpoint_url = server.url
         endpoint = await stack.enter_async_context(Endpoint(endpoint_url, patience, api_key))
         engine = (
             await SglangEngine.connect(endpoint, target, model, sampling)
@@ -125,6 +138,20 @@ async def _run(
             else await OpenAIEngine.connect(endpoint, model, sampling)
         )
         return await regenerate(files, engine, sampling, out, on_row=_progress(), **limits)
+
+
+def _server(target: str, sglang_python: str, log_path: Path) -> "Server":
+    """SGLang with the target as it is stored; on a machine without GPU in float32."""
+    from specfleet.sglang.launch import Server, ServerOptions, find_python
+    from specfleet.target.facts import read_target_facts
+
+    facts = read_target_facts(target)
+    options = (
+        ServerOptions(facts.path, "cuda", facts.dtype)
+        if Path("/dev/nvidia0").exists()
+        else ServerOptions(facts.path, "cpu", "float32", pool_tokens=_CPU_POOL_TOKENS)
+    )
+    return Server(find_python(sglang_python), options, log_path)
 
 
 def _progress() -> Any:
