@@ -14,13 +14,14 @@ from sqlalchemy import Connection, insert, inspect, select, text
 
 from specfleet.contracts.errors import DataError, HostError, LedgerError
 from specfleet.contracts.states import RunState, TaskState
-from specfleet.coordinator.ledger import Ledger, fleet, generations, moves, runs, samples, tasks, windows
+from specfleet.coordinator.ledger import Ledger, fleet, generations, moves, outbox, runs, samples, tasks, windows
 from specfleet.coordinator.ledger import tables as t
 from specfleet.coordinator.ledger.engine import migrate
 from specfleet.coordinator.ledger.verify import explain, verify
 from specfleet.features.feature_set import FeatureSet
 from specfleet.features.manifest import Manifest
 from specfleet.policies.credits import CreditGate, Marks
+from specfleet.policies.retries import Failure
 
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.integration)]
 WIDE = Marks(1 << 40, 1 << 40, 1 << 20, 1 << 20)
@@ -301,6 +302,30 @@ async def test_samples_that_are_not_what_was_asked_for_are_refused(ledger: Ledge
     assert history[-1].endswith("READY attempt 1: SAMPLE: 4 tokens captured, the prompt has 5")
     with pytest.raises(DataError, match="it has 4 prompts, and 4 tasks were begun"):
         await ledger.read(lambda conn: explain(conn, "r", 0, 99))
+
+
+async def test_what_a_failed_server_may_have_stored_is_deleted(ledger: Ledger) -> None:
+    """A lost answer says nothing about the objects; a prompt's own fault and a returned prompt leave none."""
+    facts = await new_run(ledger, "r", 4)
+    w = World(ledger, facts, random.Random(0))
+    await w.ingest()
+    await w.dispatch()
+    keys = sorted(w.on_bus)[:3]
+    await ledger.write(lambda conn: tasks.claim(conn, facts, "w1", keys, 1))
+    kinds = (Failure.INFRA, Failure.SAMPLE, Failure.RETURNED)
+    failures = [(*key, kind, "test") for key, kind in zip(keys, kinds, strict=True)]
+    before = await ledger.read(lambda conn: tasks.held(conn, facts.run))
+    await ledger.write(lambda conn: tasks.fail(conn, facts, "w1", failures, 1))
+    [due] = await ledger.write(lambda conn: outbox.due(conn, 1, 1_000))
+    store = due.release.store
+    assert list(due.release.keys) == outbox.attempt_keys(facts, store, *keys[0])
+    # The bytes stay reserved until the deletion is confirmed.
+    after = await ledger.read(lambda conn: tasks.held(conn, facts.run))
+    assert before.num_bytes - after.num_bytes == 2 * due.release.num_bytes > 0
+    await ledger.write(lambda conn: outbox.confirm(conn, [due.release.outbox_id]))
+    assert (
+        await ledger.read(lambda conn: tasks.held(conn, facts.run))
+    ).num_bytes == after.num_bytes - due.release.num_bytes
 
 
 async def test_verify_sees_what_is_wrong(ledger: Ledger) -> None:
