@@ -49,6 +49,15 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
     assert "did you mean 'dflash'?" in error.message
 
 
+@pytest.mark.parametrize(("source", "features"), [("features", ""), ("prompts", "/sets/a")])
+def test_a_feature_set_is_named_exactly_when_it_is_the_source(source: str, features: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"model: {{target: t}}\ndata: {{train: [a.jsonl], source: {source}, features: '{features}'}}\n")
+    assert f"data.source is '{source}' and data.features is '{features}'" in caught.value.message
+    offline = parse_config("model: {target: t}\ndata: {source: features, features: /sets/a}\n")
+    assert parse_config(dump_config(offline)) == offline
+
+
 def test_a_window_larger_than_the_marks_shows_every_number() -> None:
     error = refusal("trainer: {world: 2, batch_size: 8, accumulation: 3}\nflow: {high_samples: 40, low_samples: 20}")
     for part in ("high_samples (40)", "48 samples", "world 2", "batch_size 8", "accumulation 3", "at least 48"):
@@ -148,7 +157,7 @@ def test_resume_with_another_learning_rate_is_fine() -> None:
 def test_the_slim_rooms_import_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; import specfleet.config, specfleet.config.features, specfleet.contracts.capture, specfleet.bus.factory, "
-        "specfleet.store.factory, specfleet.policies.windows, specfleet.coordinator.app, specfleet.target.facts; "
+        "specfleet.store.factory, specfleet.features.verify, specfleet.policies.windows, specfleet.coordinator.app, specfleet.target.facts; "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

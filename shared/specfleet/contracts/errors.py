@@ -66,7 +66,7 @@ class StoreFullError(StoreError):
 
 
 class FeatureLostError(StoreError):
-    """An object is gone, short or altered. A normal event: the prompt is captured again."""
+    """An object is gone, short or altered. A normal event: the prompt is captured again (offline: the run pauses)."""
 
 
 class CaptureItemError(SpecfleetError):

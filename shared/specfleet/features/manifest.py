@@ -92,13 +92,17 @@ class Manifest:
         contract = ParseDict(document["contract"], CaptureContract())
         if contract_hash(contract) != document["contract_hash"]:
             raise ValueError(f"its contract does not have the hash {document['contract_hash']}")
+        dead = {int(index): str(reason) for index, reason in document["dead"].items()}
+        num_prompts = int(document["prompt_set"]["prompts"])
+        if outside := [index for index in dead if not 0 <= index < num_prompts]:
+            raise ValueError(f"it calls prompt {outside[0]} dead, the prompt set has {num_prompts}")
         return cls(
             contract=contract,
             prompt_set=document["prompt_set"]["digest"],
-            num_prompts=document["prompt_set"]["prompts"],
+            num_prompts=num_prompts,
             complete=document["complete"],
             shards=tuple(Shard(**shard) for shard in document["shards"]),
-            dead={int(index): reason for index, reason in document["dead"].items()},
+            dead=dead,
         )
 
 

@@ -1,4 +1,4 @@
-"""A pool in a directory: offline feature sets, and machines without Mooncake. Several processes may share it.
+"""A pool in a directory, for machines without Mooncake. Several processes may share it.
 
 One file per object, raw bytes, at `{root}/{run}/{task}/a{attempt}/{feature}`. A file appears under its name only after
 its bytes are on disk (temporary name, fsync, rename, fsync of the folder).

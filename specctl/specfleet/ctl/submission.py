@@ -78,13 +78,16 @@ def submission(
 
 
 def _recorded(config: RunConfig, report: Callable[[str], None]) -> "tuple[RunConfig, PromptSet]":
-    """The prompts of data.features, and the configuration with the engine that captured them."""
+    """The configuration with the engine that captured data.features, and the prompts: the set's own, unless data.prompt_set
+    names what should be the same ones (the coordinator compares)."""
+    from specfleet.data.prompt_set import PromptSet
     from specfleet.features.feature_set import FeatureSet
 
     found = FeatureSet.open(config.data.features)
     report(f"feature set {found.digest[:16]}: {found.manifest.rows:,} prompts in {found.path}")
     capture = config.capture.model_copy(update={"engine": found.manifest.contract.engine})
-    return config.model_copy(update={"capture": capture}), found.prompts
+    prompts = PromptSet.open(config.data.prompt_set) if config.data.prompt_set else found.prompts
+    return config.model_copy(update={"capture": capture}), prompts
 
 
 def _prepared(config: RunConfig, out_root: Path) -> "PromptSet":
