@@ -142,6 +142,8 @@ def measure(name: str, strategy: Strategy, samples: list[dict[str, torch.Tensor]
     began = time.perf_counter()
     batch = strategy.collate(samples)
     collate_s = time.perf_counter() - began
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
 
     def step() -> None:
         strategy.begin_step(1)

@@ -23,10 +23,10 @@ def row_ce(logits_RV: torch.Tensor, labels_R: torch.Tensor) -> RowCe:
     """The logits are consumed. Sums are fp32 (fp64 for fp64 logits)."""
     if logits_RV.is_cuda:
         # Imported here: only hosts with a GPU have Triton.
-        from specfleet.trainer.kernels.row_ce import row_gradient_, row_statistics
+        from specfleet.trainer.kernels.rows import row_gradient_, row_statistics
 
-        ce, lse, best = row_statistics(logits_RV, labels_R)
-        return RowCe(ce, best, lambda weights: row_gradient_(logits_RV, labels_R, lse, weights))
+        found = row_statistics(logits_RV, labels_R)
+        return RowCe(found.ce_R, found.best_R, lambda weights: row_gradient_(logits_RV, labels_R, found.lse_R, weights))
     z = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     label = labels_R[:, None]
     own = z.gather(-1, label)[:, 0]

@@ -76,28 +76,16 @@ class _JudgedHead(torch.autograd.Function):
         for start, stop, first, last in zip(bounds, bounds[1:], of, of[1:], strict=False):
             if start == stop:
                 continue
-            rows, label = slice(start, stop), labels[start:stop, None]
-            p = (teacher.states_UH[first:last].to(head.dtype) @ head.T).to(wide).softmax(-1)
-            local = teacher.teacher_of_R[rows] - first
-            p_top, p_best = p.max(-1)
-            teacher_top[rows], teacher_best[rows] = p_top[local], p_best[local]
+            rows = slice(start, stop)
             z = torch.addmm(x[rows].to(head.dtype) @ head.T, codes[rows].to(head.dtype), correction.to(head.dtype).T)
-            z = z.to(wide)
-            peak, best[rows] = z.max(-1)
-            own = z.gather(-1, label)[:, 0]
-            # From here on in place: these are by far the largest tensors of a training step.
-            mass = z.sub_(peak[:, None]).exp_().sum(-1)
-            q = z.div_(mass[:, None])
-            ce[rows], top[rows] = mass.log() + peak - own, 1 / mass
-            gap = p[local].neg_().add_(q)
-            del p
-            l1[rows] = gap.abs().sum(-1)
-            sign = gap.sign_()
-            lean = torch.linalg.vecdot(q, sign)
-            dz = sign.sub_(lean[:, None]).mul_(l1_weight).add_(ce_weight).mul_(q).mul_(weights[rows, None])
-            dz.scatter_add_(-1, label, -ce_weight * weights[rows, None])
+            logits = teacher.states_UH[first:last].to(head.dtype) @ head.T
+            found, dz = judge_rows(
+                z, logits, teacher.teacher_of_R[rows] - first, labels[rows], weights[rows], ce_weight, l1_weight
+            )
+            for whole, part in zip((ce, l1, top, teacher_top, best, teacher_best), found, strict=True):
+                whole[rows] = part
             low = dz.to(head.dtype)
-            del z, q, gap, sign, dz
+            del z, logits, dz
             grad_x[rows] = (low @ head).to(x.dtype)
             low = low.to(correction.dtype)
             grad_codes[rows] = low @ correction
@@ -112,3 +100,38 @@ class _JudgedHead(torch.autograd.Function):
         # The scale stays wide: rounded to bf16 it would be off by up to 0.4 % for every row alike.
         x, codes, correction = ((grad.to(grads[0].dtype) * grads[0]).to(grad.dtype) for grad in ctx.saved_tensors)
         return x, None, codes, correction, None, None, None, None, None
+
+
+def judge_rows(
+    z: torch.Tensor, teacher_logits: torch.Tensor, teacher_of: torch.Tensor, labels: torch.Tensor,
+    weights: torch.Tensor, ce_weight: float, l1_weight: float,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:  # fmt: skip
+    """The six row tensors of `Judged` for one chunk, and the gradient in place of its logits z, which are consumed."""
+    if z.is_cuda:
+        # Imported here: only hosts with a GPU have Triton.
+        from specfleet.trainer.kernels.rows import row_distance_gradient_, row_distances, row_statistics
+
+        draft = row_statistics(z, labels)
+        judge = row_statistics(teacher_logits, labels.new_zeros(len(teacher_logits)))
+        l1, lean = row_distances(z, draft.lse_R, teacher_logits, judge.lse_R, teacher_of)
+        dz = row_distance_gradient_(
+            z, labels, draft.lse_R, teacher_logits, judge.lse_R, teacher_of, lean, weights, ce_weight, l1_weight
+        )
+        return (draft.ce_R, l1, draft.top_R, judge.top_R[teacher_of], draft.best_R, judge.best_R[teacher_of]), dz
+    wide, label = weights.dtype, labels[:, None]
+    p = teacher_logits.to(wide).softmax(-1)
+    p_top, p_best = p.max(-1)
+    q = z.to(wide)
+    peak, best = q.max(-1)
+    own = q.gather(-1, label)[:, 0]
+    # From here on in place: these are by far the largest tensors of a training step.
+    mass = q.sub_(peak[:, None]).exp_().sum(-1)
+    q.div_(mass[:, None])
+    gap = p[teacher_of].neg_().add_(q)
+    del p
+    l1 = gap.abs().sum(-1)
+    sign = gap.sign_()
+    lean = torch.linalg.vecdot(q, sign)
+    dz = sign.sub_(lean[:, None]).mul_(l1_weight).add_(ce_weight).mul_(q).mul_(weights[:, None])
+    dz.scatter_add_(-1, label, -ce_weight * weights[:, None])
+    return (mass.log() + peak - own, l1, 1 / mass, p_top[teacher_of], best, p_best[teacher_of]), dz
