@@ -124,10 +124,12 @@ def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path) -> None:
     assert again.returncode == 2
     assert "tiny" in again.stderr
 
-    export = specctl.json("export", "tiny", "--layout", "sglang")
+    export = specctl.json("export", "tiny")
+    assert Path(export["output_dir"]).name == "sglang"
     assert (Path(export["output_dir"]) / "config.json").exists()
-    gate = specctl.json("gate", "run", "tiny", "--no-baseline")
+    gate = specctl.json("gate", "run", "tiny", "--no-baseline", "--temperature", "0.8")
     assert gate["state"] == "PASS"
+    assert gate["report"]["sampling"] == {"rule": "rejection", "temperature": 0.8}
     assert gate["report"]["acceptance_length"]["times"]["after"] >= 1.0
     assert specctl.json("gate", "show", gate["gate_id"])["report"] == gate["report"]
 

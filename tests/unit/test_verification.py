@@ -13,6 +13,7 @@ from fixtures.outcomes import distribution
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Drafter, Pick, likeliest
 from specfleet.drafts.decode import decode, decode_greedy
+from specfleet.drafts.ngram import NgramDrafter
 from specfleet.drafts.verification import Chance, Rejection, Rule, Sampling, TargetOnly
 from specfleet.target.hf import HFTarget
 
@@ -129,8 +130,9 @@ CUT = Sampling(0.9, top_k=2, top_p=0.8)
         partial(TableDrafter, REDUCED),
         partial(TableDrafter, DRAFT, stop_after=(1,)),
         partial(CertainDrafter, DRAFT),
+        NgramDrafter,
     ],
-    ids=["draft=target", "draft≠target", "reduced-vocabulary", "confidence-cut", "certain"],
+    ids=["draft=target", "draft≠target", "reduced-vocabulary", "confidence-cut", "certain", "n-gram"],
 )
 def test_rejection_sampling_is_lossless(drafter: Callable[[], Drafter], sampling: Sampling) -> None:
     assert texts_of(Rejection, sampling, drafter) == pytest.approx(targets_own(sampling), abs=1e-9)
