@@ -2,8 +2,11 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Of bench-strategies: a conversation file (default: the one that ships with specfleet), and further flags.
+DATA ?=
+BENCH_ARGS ?=
 
-.PHONY: help setup sglang demo test lint proto bench clean
+.PHONY: help setup sglang demo test lint proto bench bench-strategies clean
 help:
 	@echo "make demo    train a real draft for a real target on this machine and prove it in decoding (about 10 minutes)"
 	@echo "make test    unit, integration and chaos tests against real services"
@@ -11,6 +14,8 @@ help:
 	@echo "make lint    ruff, mypy, buf (lint, breaking, generated code up to date)"
 	@echo "make proto   regenerate shared/specfleet/wire from protos"
 	@echo "make bench   the benchmarks that run without a GPU"
+	@echo "make bench-strategies DATA=conversations.jsonl.gz"
+	@echo "             trains every strategy and compares acceptance lengths: minutes on a GPU (benchmarks/README.md)"
 	@echo "make clean   remove .venv, .venv-sglang, caches and run directories"
 
 # The stamps depend on pyproject.toml: a changed dependency is installed on the next call.
@@ -48,6 +53,9 @@ proto: .venv/.dev.stamp
 bench: .venv/.dev.stamp
 	$(PY) benchmarks/ledger_throughput.py
 	$(PY) benchmarks/store_throughput.py
+
+bench-strategies: .venv/.local.stamp
+	$(PY) -m benchmarks.strategies $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
