@@ -170,6 +170,31 @@ async def test_a_lost_answer_ends_the_attempt_and_the_next_one_is_captured(
 
 
 @attached
+async def test_a_server_that_hangs_is_given_up_until_it_answers(
+    rig: Rig, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfleet.capture.worker.LOAD_RETRY_S", (0.2,))
+    monkeypatch.setattr("specfleet.capture.engines.sglang.REQUEST_S", 1.0)
+    monkeypatch.setattr("specfleet.sglang.client.PROBE_S", 2.0)
+    rig.start()
+    await rig.control.until(lambda: len(rig.control.attested) == 1, timeout_s=60)
+    schedulers = psutil.Process(server.pid).children(recursive=True)
+    for process in schedulers:
+        process.suspend()
+    try:
+        name = await rig.send(0, [1, 2, 3])
+        await rig.control.until(lambda: name in rig.control.failures, timeout_s=60)
+        assert rig.control.failures[name][0] == "INFRA"
+        assert not rig.worker.ready()[0]
+    finally:
+        for process in schedulers:
+            process.resume()
+    monkeypatch.undo()
+    again = await rig.send(0, [1, 2, 3], attempt=2)
+    assert list(await rig.refs(1)) == [again]
+
+
+@attached
 async def test_another_model_behind_the_url_is_refused(rig: Rig, folder: Path) -> None:
     other = make_tiny_target(folder / "other", seed=1)
     rig.control.contract = contract_of(other, "sglang")
