@@ -95,23 +95,11 @@ class _SoftCeHead(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, teacher: Teacher, teacher_row: torch.Tensor,
         live: torch.Tensor, chunk_rows: int, lk: Lk,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        wide = torch.promote_types(x.dtype, torch.float32)
-        ce = torch.empty(x.shape[0], dtype=wide, device=x.device)
-        alpha = torch.zeros_like(ce)
-        best = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-        for rows in _chunks(x.shape[0], chunk_rows):
-            z = (x[rows] @ weight.T).to(wide)
-            best[rows] = z.argmax(-1)
-            z_lse = z.logsumexp(-1, keepdim=True)
-            logits = teacher.logits_UV[teacher_row[rows]].to(wide)
-            p = torch.exp(logits - _rows(teacher.lse_U, teacher_row[rows], wide))
-            ce[rows] = p.sum(-1) * z_lse[:, 0] - (p * z).sum(-1)
-            if teacher.full_lse_U is not None:
-                mass = torch.exp(logits - _rows(teacher.full_lse_U, teacher_row[rows], wide))
-                alpha[rows] = torch.minimum(mass, torch.exp(z - z_lse)).sum(-1)
+        parts = [_read(x[rows] @ weight.T, teacher, teacher_row[rows]) for rows in _chunks(x.shape[0], chunk_rows)]
+        ce, best, alpha, *kept = (torch.cat(column) for column in zip(*parts, strict=True))
         row_loss, by_ce, by_alpha = lk.loss(ce, alpha, live)
         ctx.save_for_backward(
-            x, weight, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, teacher_row, live, by_ce, by_alpha
+            x, weight, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, teacher_row, live, by_ce, by_alpha, *kept
         )
         ctx.chunk_rows, ctx.kind = chunk_rows, lk.kind
         known = alpha if teacher.full_lse_U is not None else None
@@ -120,27 +108,70 @@ class _SoftCeHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, logits, lse, full_lse, teacher_row, live, by_ce, by_alpha = ctx.saved_tensors
+        x, weight, logits, lse, full_lse, teacher_row, *by_row = ctx.saved_tensors
+        teacher, live = Teacher(logits, lse, full_lse), by_row[0]
         wide = torch.promote_types(x.dtype, torch.float32)
         grad_x = torch.empty_like(x)
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         for rows in _chunks(x.shape[0], ctx.chunk_rows):
-            q = torch.softmax((x[rows] @ weight.T).to(wide), -1)
-            teacher_logits = logits[teacher_row[rows]].to(wide)
-            dz = torch.zeros((), dtype=wide, device=x.device)
-            if ctx.kind != "alpha":
-                p = torch.exp(teacher_logits - _rows(lse, teacher_row[rows], wide))
-                dz = by_ce[rows, None] * (q * p.sum(-1, keepdim=True) - p)
-            if ctx.kind != "none":
-                mass = torch.exp(teacher_logits - _rows(full_lse, teacher_row[rows], wide))
-                rising = torch.where(q < mass, q, 0.0)  # where more q means more overlap
-                dz = dz + by_alpha[rows, None] * (rising - q * rising.sum(-1, keepdim=True))
-            dz = torch.where(live[rows, None], dz * grads[0], 0.0).to(x.dtype)
+            z = x[rows] @ weight.T
+            dz = _slope(z, teacher, teacher_row[rows], ctx.kind, grads[0], *(value[rows] for value in by_row))
             grad_x[rows] = dz @ weight
             if grad_weight is not None:
                 # Dead rows may hold NaN, and 0 · NaN is NaN.
                 grad_weight += dz.T @ torch.where(live[rows, None], x[rows], 0.0)
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _read(logits_RV: torch.Tensor, teacher: Teacher, judge_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """CE, argmax and α of a chunk's rows [R] (α 0 when not known), and whatever `_slope` wants back. Consumes the logits."""
+    if _fused(logits_RV):
+        # Imported here: only hosts with a GPU have Triton.
+        from specfleet.trainer.kernels.soft_rows import soft_statistics
+
+        return soft_statistics(logits_RV, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, judge_R)
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    z = logits_RV.to(wide)
+    best, z_lse = z.argmax(-1), z.logsumexp(-1, keepdim=True)
+    logits = teacher.logits_UV[judge_R].to(wide)
+    p = torch.exp(logits - _rows(teacher.lse_U, judge_R, wide))
+    ce = p.sum(-1) * z_lse[:, 0] - (p * z).sum(-1)
+    if teacher.full_lse_U is None:
+        return ce, best, torch.zeros_like(ce)
+    mass = torch.exp(logits - _rows(teacher.full_lse_U, judge_R, wide))
+    return ce, best, torch.minimum(mass, torch.exp(z - z_lse)).sum(-1)
+
+
+def _slope(
+    logits_RV: torch.Tensor, teacher: Teacher, judge_R: torch.Tensor, kind: str, scale: torch.Tensor,
+    live_R: torch.Tensor, by_ce_R: torch.Tensor, by_alpha_R: torch.Tensor, *kept: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Derivative of scale · Σ_live loss by the logits of a chunk, in their dtype. Consumes the logits."""
+    if _fused(logits_RV):
+        from specfleet.trainer.kernels.soft_rows import soft_gradient_
+
+        by_ce_R, by_alpha_R = (torch.where(live_R, by * scale, 0.0) for by in (by_ce_R, by_alpha_R))
+        return soft_gradient_(
+            logits_RV, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, judge_R, *kept, by_ce_R, by_alpha_R
+        )
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    q = torch.softmax(logits_RV.to(wide), -1)
+    teacher_logits = teacher.logits_UV[judge_R].to(wide)
+    dz = torch.zeros((), dtype=wide, device=q.device)
+    if kind != "alpha":
+        p = torch.exp(teacher_logits - _rows(teacher.lse_U, judge_R, wide))
+        dz = by_ce_R[:, None] * (q * p.sum(-1, keepdim=True) - p)
+    if kind != "none":
+        assert teacher.full_lse_U is not None
+        mass = torch.exp(teacher_logits - _rows(teacher.full_lse_U, judge_R, wide))
+        rising = torch.where(q < mass, q, 0.0)  # where more q means more overlap
+        dz = dz + by_alpha_R[:, None] * (rising - q * rising.sum(-1, keepdim=True))
+    return torch.where(live_R[:, None], dz * scale, 0.0).to(logits_RV.dtype)
+
+
+def _fused(logits_RV: torch.Tensor) -> bool:
+    """Kernels sum in fp32."""
+    return logits_RV.is_cuda and logits_RV.dtype != torch.float64
 
 
 def _rows(lse_U: torch.Tensor, rows: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -152,4 +183,5 @@ def _mean(alpha_R: torch.Tensor, live_R: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    """At least one, so that no rows are an ordinary case."""
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
