@@ -21,7 +21,8 @@ def _run(
 ) -> list[torch.Tensor]:
     """Output and the gradient of every input."""
     q, k, v, *own = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-    out = ttt_attention(q, k, v, rows.to(device), own[:steps], own[steps:])
+    made = torch.stack(own).unflatten(0, (2, steps)) if steps else None
+    out = ttt_attention(q, k, v, rows.to(device), made)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(device, dtype)
     return [x.detach().double().cpu() for x in (out, *torch.autograd.grad((out * weights).sum(), leaves))]
 

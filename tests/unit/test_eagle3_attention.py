@@ -54,7 +54,8 @@ def _fast(case: dict[str, torch.Tensor], step: int, rows: torch.Tensor) -> torch
     prefix = [case[name].transpose(1, 2).repeat_interleave(2, dim=1) for name in ("k0", "v0")]
     flat = {name: x.flatten(0, 1)[rows] for name, x in case.items() if name not in ("k0", "v0")}
     steps = range(1, step + 1)
-    return ttt_attention(flat["q"], *prefix, rows, [flat[f"k{j}"] for j in steps], [flat[f"v{j}"] for j in steps])
+    own = [torch.stack([flat[f"{name}{j}"] for j in steps]) for name in "kv"] if step else []
+    return ttt_attention(flat["q"], *prefix, rows, torch.stack(own) if own else None)
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
@@ -105,7 +106,7 @@ def test_merge_example() -> None:
     own_key = torch.zeros(1, 1, 8, dtype=torch.float64)
     own_key[..., 0] = math.log(2)
     own_value = torch.full((1, 1, 8), 5.0, dtype=torch.float64)
-    out = ttt_attention(q, keys, values, torch.tensor([1]), [own_key], [own_value])
+    out = ttt_attention(q, keys, values, torch.tensor([1]), torch.stack((own_key, own_value))[:, None])
     torch.testing.assert_close(out, torch.full_like(out, 3.5))
     rest = ([own_key, 2 * own_key], [own_value, 0 * own_value])
     torch.testing.assert_close(ttt_attention(q, keys, values, torch.tensor([1]), *rest), torch.full_like(out, 1.75))

@@ -6,6 +6,7 @@ reads the target state of row a and the token x_{a+1}; deeper elements read a ma
 all they know comes through attention: depth 0 of rows 0 … a, and their own chain (a, 1) … (a, d).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -126,9 +127,13 @@ class PEagleDraft(EagleDraft):
         rotation = self.rope.at(
             torch.cat([positions, *(positions[rows] + depth for depth, rows in enumerate(deep, 1))]), dtype
         )
-        # inside[d][j]: where the chains of depth d + 1 sit among those of depth j + 1.
-        inside = [[torch.searchsorted(deep[j], rows) for j in range(d + 1)] for d, rows in enumerate(deep)]
         sizes = [count, *map(len, deep)]
+        # chain[d]: where the elements of depths 1 … d + 1 stand that make up each chain of depth d + 1, [d + 1, R_{d+1}].
+        first = list(itertools.accumulate(sizes))
+        chain = [
+            torch.stack([first[j] + torch.searchsorted(deep[j], rows) for j in range(d + 1)])
+            for d, rows in enumerate(deep)
+        ]
         every = torch.arange(count, device=next_ids.device)
         for index, layer in enumerate(self.layers):
             mixed = self.mixed(index, embedded, hidden)
@@ -137,28 +142,27 @@ class PEagleDraft(EagleDraft):
             if index == len(self.layers) - 1:  # nothing reads the other rows of depth 0 any more
                 wanted = chains[0]
                 kept = torch.cat((wanted, torch.arange(count, len(hidden), device=wanted.device)))
-                mixed, hidden, rotation = mixed[kept], hidden[kept], rotation.rows(kept)
+                # index_select rather than [kept]: its gradient is one kernel, without sorting the rows first.
+                mixed, hidden = mixed.index_select(0, kept), hidden.index_select(0, kept)
+                rotation = rotation.rows(kept)
                 sizes = [len(wanted), *sizes[1:]]
             queries = layer.self_attn.queries(mixed, rotation)
-            attended = self._attend(queries.split(sizes), keys, values, batch, wanted, deep, inside)
+            attended = self._attend(queries.split(sizes), torch.stack((keys, values)), batch, wanted, deep, chain)
             hidden = layer.finish(hidden, attended)
         outputs = list(hidden.split(sizes))
         return outputs + [hidden[:0]] * (len(chains) - len(outputs))
 
     def _attend(
-        self, queries: Sequence[torch.Tensor], keys: torch.Tensor, values: torch.Tensor, batch: int,
-        wanted: torch.Tensor, deep: Sequence[torch.Tensor], inside: Sequence[Sequence[torch.Tensor]],
+        self, queries: Sequence[torch.Tensor], keys_values: torch.Tensor, batch: int, wanted: torch.Tensor,
+        deep: Sequence[torch.Tensor], chain: Sequence[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Depth 0 is ordinary causal attention; a deeper element adds its chain, as a rollout step does (ttt_attention)."""
-        sizes = [len(keys) - sum(map(len, deep)), *map(len, deep)]
-        first_k, *deep_k = keys.split(sizes)
-        first_v, *deep_v = values.split(sizes)
-        prefix_k, prefix_v = self._per_query_head(first_k, batch), self._per_query_head(first_v, batch)
-        attended = [ttt_attention(queries[0], prefix_k, prefix_v, wanted, [], [])]
+        count = keys_values.shape[1] - sum(map(len, deep))
+        prefix = [self._per_query_head(part, batch) for part in keys_values[:, :count]]
+        attended = [ttt_attention(queries[0], *prefix, wanted)]
         for depth, rows in enumerate(deep):
-            own_k = [k[place] for k, place in zip(deep_k, inside[depth], strict=False)]
-            own_v = [v[place] for v, place in zip(deep_v, inside[depth], strict=False)]
-            attended.append(ttt_attention(queries[depth + 1], prefix_k, prefix_v, rows, own_k, own_v))
+            own = keys_values.index_select(1, chain[depth].flatten()).unflatten(1, chain[depth].shape)
+            attended.append(ttt_attention(queries[depth + 1], *prefix, rows, own))
         return torch.cat(attended)
 
     def drafter(self, embedding_VH: torch.Tensor, head_VH: torch.Tensor | None = None) -> "PEagleDrafter":

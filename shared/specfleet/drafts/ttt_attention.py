@@ -17,17 +17,14 @@ def ttt_attention(
     prefix_k_BNTd: torch.Tensor,
     prefix_v_BNTd: torch.Tensor,
     rows_R: torch.Tensor,
-    step_keys: list[torch.Tensor],
-    step_values: list[torch.Tensor],
+    own_2JRHd: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output [R, n_q, d] of R rows of a padded batch.
 
-    rows_R: flat indices b·T + t, ascending. prefix_k, prefix_v: keys and values repeated to n_q heads. step_keys,
-    step_values: one [R, n_kv, d] tensor per step 1..i, of the same rows.
+    rows_R: flat indices b·T + t, ascending. prefix_k, prefix_v: keys and values repeated to n_q heads. own: keys and values
+    [2, J, R, n_kv, d] that the same rows made at steps 1..J; None at step 0.
     """
-    keys = torch.stack(step_keys) if step_keys else None
-    values = torch.stack(step_values) if step_values else None
-    return _TttAttention.apply(q_RNd, prefix_k_BNTd, prefix_v_BNTd, rows_R, keys, values)
+    return _TttAttention.apply(q_RNd, prefix_k_BNTd, prefix_v_BNTd, rows_R, own_2JRHd)
 
 
 class _TttAttention(torch.autograd.Function):
@@ -39,16 +36,16 @@ class _TttAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, rows: torch.Tensor,
-        keys: torch.Tensor | None, values: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, q: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None
+    ) -> torch.Tensor:
         scale = q.shape[-1] ** -0.5
         q_pad = _scatter(q, rows, k0)
         out, lse, extra = attention_forward(q_pad, k0, v0, scale, causal=True)
-        if keys is None or values is None:
+        ctx.diagonal = own is not None
+        if own is None:
             ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, *extra)
-            ctx.diagonal = False
             return _gather(out, rows)
+        keys, values = own
         # Merge in fp32: log-sum-exps of long prefixes need it.
         lse_R = lse.transpose(1, 2).reshape(-1, lse.shape[1])[rows]
         scores = _scores(q, keys, scale)
@@ -58,10 +55,10 @@ class _TttAttention(torch.autograd.Function):
         result = _gather(out, rows).to(wide) * torch.exp(lse_R - merged)[..., None]
         result = (result + _weighted_values(weights, values)).to(q.dtype)
         out, lse = out.clone(), lse.clone()
-        out.transpose(1, 2)[rows // k0.shape[2], rows % k0.shape[2]] = result
-        lse.transpose(1, 2)[rows // k0.shape[2], rows % k0.shape[2]] = merged
-        ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, keys, values, weights, *extra)
-        ctx.diagonal = True
+        sample, place = rows // k0.shape[2], rows % k0.shape[2]
+        out.transpose(1, 2)[sample, place] = result
+        lse.transpose(1, 2)[sample, place] = merged
+        ctx.save_for_backward(q_pad, k0, v0, out, lse, rows, own, weights, *extra)
         return result
 
     @staticmethod
@@ -69,14 +66,14 @@ class _TttAttention(torch.autograd.Function):
         q_pad, k0, v0, out, lse, rows, *rest = ctx.saved_tensors
         grad = grads[0].contiguous()
         scale = q_pad.shape[-1] ** -0.5
-        extra = rest[3:] if ctx.diagonal else rest
+        extra = rest[2:] if ctx.diagonal else rest
         dq_pad, dk0, dv0 = attention_backward(
             _scatter(grad, rows, k0), q_pad, k0, v0, out, lse, scale, tuple(extra), causal=True
         )
         dq = _gather(dq_pad, rows)
         if not ctx.diagonal:
-            return dq, dk0, dv0, None, None, None
-        keys, values, weights = rest[:3]
+            return dq, dk0, dv0, None, None
+        (keys, values), weights = rest[:2]
         groups = q_pad.shape[1] // keys.shape[2]
         wide = weights.dtype
         grad_w, out_R = grad.to(wide), _gather(out, rows).to(wide)
@@ -89,7 +86,7 @@ class _TttAttention(torch.autograd.Function):
         d_scores = w * (d_weights - (grad_w * out_R).sum(-1).unflatten(1, (-1, groups))) * scale
         d_keys = torch.einsum("jrhg,rhgd->jrhd", d_scores, q_g)
         dq = dq.to(wide) + torch.einsum("jrhg,jrhd->rhgd", d_scores, keys.to(wide)).flatten(1, 2)
-        return dq.to(q_pad.dtype), dk0, dv0, None, d_keys.to(keys.dtype), d_values.to(values.dtype)
+        return dq.to(q_pad.dtype), dk0, dv0, None, torch.stack((d_keys, d_values)).to(keys.dtype)
 
 
 def _scores(q_RNd: torch.Tensor, keys_JRHd: torch.Tensor, scale: float) -> torch.Tensor:

@@ -118,7 +118,7 @@ class MasterAdamW:
         return {"master": self._master.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
 
     def _write_back(self) -> None:
-        torch._foreach_copy_(self.parameters, self._master_views)
+        torch._foreach_copy_(tuple(self.parameters), self._master_views)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([parameter.numel() for parameter in self.parameters])

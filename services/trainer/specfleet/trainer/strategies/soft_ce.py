@@ -151,9 +151,11 @@ def _slope(
         from specfleet.trainer.kernels.soft_rows import soft_gradient_
 
         by_ce_R, by_alpha_R = (torch.where(live_R, by * scale, 0.0) for by in (by_ce_R, by_alpha_R))
+        lse_R, told_R, rising_R = kept
         return soft_gradient_(
-            logits_RV, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, judge_R, *kept, by_ce_R, by_alpha_R
-        )
+            logits_RV, teacher.logits_UV, teacher.lse_U, teacher.full_lse_U, judge_R, lse_R, told_R, rising_R,
+            by_ce_R, by_alpha_R,
+        )  # fmt: skip
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     q = torch.softmax(logits_RV.to(wide), -1)
     teacher_logits = teacher.logits_UV[judge_R].to(wide)
