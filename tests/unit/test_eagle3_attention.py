@@ -106,10 +106,11 @@ def test_merge_example() -> None:
     own_key = torch.zeros(1, 1, 8, dtype=torch.float64)
     own_key[..., 0] = math.log(2)
     own_value = torch.full((1, 1, 8), 5.0, dtype=torch.float64)
-    out = ttt_attention(q, keys, values, torch.tensor([1]), torch.stack((own_key, own_value))[:, None])
+    own = torch.stack((own_key, own_value))[:, None]
+    out = ttt_attention(q, keys, values, torch.tensor([1]), own)
     torch.testing.assert_close(out, torch.full_like(out, 3.5))
-    rest = ([own_key, 2 * own_key], [own_value, 0 * own_value])
-    torch.testing.assert_close(ttt_attention(q, keys, values, torch.tensor([1]), *rest), torch.full_like(out, 1.75))
+    more = torch.cat((own, torch.stack((2 * own_key, 0 * own_value))[:, None]), dim=1)
+    torch.testing.assert_close(ttt_attention(q, keys, values, torch.tensor([1]), more), torch.full_like(out, 1.75))
 
 
 def test_rms_norm_example() -> None:

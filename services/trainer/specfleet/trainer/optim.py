@@ -82,7 +82,7 @@ class MasterAdamW:
         norm = torch.linalg.vector_norm(self._grad)
         self._grad.mul_((self.max_grad_norm / (norm.double() + _CLIP_EPS)).clamp(max=1.0))
         # The protocol of torch's gradient scaler: the fused kernel updates nothing where found_inf is 1.
-        self._adamw.found_inf = (~torch.isfinite(norm)).float()
+        self._adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
         self._write_back()

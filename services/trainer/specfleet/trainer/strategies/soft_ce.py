@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-# 2048 rows × 32k draft vocabulary is 256 MB in fp32, the largest temporary of a training step.
+# On a CPU. 2048 rows × 32k draft vocabulary is 256 MB in fp32, the largest temporary of a training step.
 CHUNK_ROWS = 2048
+# On a GPU a chunk of logits, counted in fp32, may fill this share of its memory: few chunks, hence few launches.
+_CHUNK_SHARE = 1 / 64
 
 # Below this acceptance −log α goes on as its tangent: bounded in value and slope, and never without a slope.
 _LEAST_ALPHA = 1e-5
@@ -59,6 +61,14 @@ class Lk:
             case "lambda":
                 weight = self.scale * torch.exp(-self.decay * (alpha_R if self.per_token else _mean(alpha_R, live_R)))
                 return weight * ce_R + (1 - weight) * (1 - alpha_R), weight.expand_as(ce_R), weight.expand_as(ce_R) - 1
+
+
+def chunk_rows(vocabulary: int, device: torch.device, on_cpu: int = CHUNK_ROWS) -> int:
+    """Rows of logits computed at once."""
+    if device.type != "cuda":
+        return on_cpu
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(on_cpu, int(memory * _CHUNK_SHARE) // (4 * vocabulary))
 
 
 class HeadResult(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specfleet.trainer.strategies.soft_ce import Teacher
+from specfleet.trainer.strategies.soft_ce import Teacher, chunk_rows
 
-# Rows of the full-vocabulary pass computed at once: 512 rows × 150k logits is 150 MB in bf16.
+# Rows of the full-vocabulary pass computed at once on a CPU: 512 rows × 150k logits is 150 MB in bf16.
 _ROWS = 512
 
 
@@ -35,6 +35,7 @@ class FrozenTeacher:
         self._covers_everything = len(chosen_ids) == len(head_VH)
         self._chosen_head = head_VH if self._covers_everything else head_VH[chosen_ids].contiguous()
         self._full_head = head_VH if full or self._covers_everything else None
+        self._rows = chunk_rows(len(head_VH), head_VH.device, _ROWS)
 
     @torch.no_grad()
     def judge(self, states_UH: torch.Tensor, captured: Mapping[str, torch.Tensor], *, mass: bool) -> Judgement:
@@ -54,7 +55,7 @@ class FrozenTeacher:
     def draft_logits(self, states_UH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits over the draft vocabulary [U, V_d] and their fp32 log-sum-exp [U]."""
         logits = states_UH.to(self._chosen_head.dtype) @ self._chosen_head.T
-        return logits, torch.cat([_lse(rows) for rows in logits.split(_ROWS)] or [_lse(logits)])
+        return logits, torch.cat([_lse(rows) for rows in logits.split(self._rows)] or [_lse(logits)])
 
     def _whole_vocabulary(
         self, states_UH: torch.Tensor, logits_UV: torch.Tensor, lse_U: torch.Tensor
@@ -66,8 +67,8 @@ class FrozenTeacher:
             raise ValueError("this teacher was built without the full head, and capture recorded no teacher facts")
         argmax = torch.empty(len(states_UH), dtype=torch.int64, device=states_UH.device)
         lse = torch.empty_like(lse_U)
-        for start in range(0, len(states_UH), _ROWS):
-            rows = slice(start, start + _ROWS)
+        for start in range(0, len(states_UH), self._rows):
+            rows = slice(start, start + self._rows)
             logits = states_UH[rows].to(self._full_head.dtype) @ self._full_head.T
             argmax[rows], lse[rows] = logits.argmax(-1), _lse(logits)
         return argmax, lse

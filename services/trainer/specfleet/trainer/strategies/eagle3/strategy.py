@@ -17,7 +17,7 @@ from specfleet.trainer.strategies.eagle3.batch import collate
 from specfleet.trainer.strategies.eagle3.objective import eagle3_objective, step_name
 from specfleet.trainer.strategies.eagle3.schedule import rollout_length
 from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
-from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS, Lk
+from specfleet.trainer.strategies.soft_ce import Lk, chunk_rows
 from specfleet.trainer.strategies.teacher import FrozenTeacher
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -44,7 +44,7 @@ class Eagle3Strategy(Strategy):
         """head_VH: the target's output head, for drafts without one of their own."""
         self.draft = draft
         self.term_weights = {step_name(i): section.step_decay**i for i in range(section.ttt_length)}
-        self.chunk_rows = CHUNK_ROWS
+        self.chunk_rows = chunk_rows(draft.config.draft_vocab_size, draft.fc.weight.device)
         self._section = section
         self._embedding = embedding_VH
         self._head = head_VH

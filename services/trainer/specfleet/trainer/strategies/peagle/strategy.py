@@ -19,7 +19,7 @@ from specfleet.trainer.strategies.draws import visit_seeds
 from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
 from specfleet.trainer.strategies.peagle.batch import collate
 from specfleet.trainer.strategies.peagle.objective import TERM, peagle_objective
-from specfleet.trainer.strategies.soft_ce import CHUNK_ROWS
+from specfleet.trainer.strategies.soft_ce import chunk_rows
 from specfleet.trainer.strategies.teacher import FrozenTeacher
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -39,7 +39,7 @@ class PEagleStrategy(Strategy):
         """seed: of the chains drawn."""
         self.draft = draft
         self.term_weights = {TERM: 1.0}
-        self.chunk_rows = CHUNK_ROWS
+        self.chunk_rows = chunk_rows(draft.config.draft_vocab_size, draft.fc.weight.device)
         self._section = section
         self._teacher = teacher
         self._seed = seed
