@@ -202,3 +202,22 @@ async def test_drain_announces_what_is_under_way_and_returns_the_rest(rig: Rig, 
     assert set(refs) | set(rig.control.failures) == set(names)
     assert {kind for kind, _ in rig.control.failures.values()} == {"RETURNED"}
     assert engines[0].closed
+
+
+async def test_a_worker_that_stops_does_not_wait_for_its_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specfleet.capture.worker.DRAIN_S", 1000.0)
+    begun, undone = asyncio.Event(), asyncio.Event()
+
+    async def slow(contract: CaptureContract, store: FeatureStore) -> StoringEngine:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            undone.set()
+        raise AssertionError
+
+    rig.load = slow
+    rig.start()
+    await asyncio.wait_for(begun.wait(), 20)
+    await rig.finish()
+    assert undone.is_set()

@@ -136,6 +136,9 @@ class Server:
         argv = server_argv(self._python, self._options, port)
         log.info("SGLang server starts", argv=argv, log=str(self.log_path))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path.exists():
+            # Why the last server died is often only there.
+            self.log_path.replace(f"{self.log_path}.1")
         with self.log_path.open("wb") as file:
             self._process = await asyncio.create_subprocess_exec(
                 *argv,

@@ -67,6 +67,7 @@ class Worker:
         self._accepted = False
         self._state, self._serving = "STARTING", ""
         self._registered, self._trouble, self._quarantined = False, "", ""
+        self._loading: asyncio.Task[Engine] | None = None
         self._setbacks = 0
         """Engines of the present contract in a row that did not load or did not last."""
         self._heartbeat_s = 1.0
@@ -88,6 +89,8 @@ class Worker:
             if stop.is_set():
                 self._state = "DRAINING"
                 self._wanted.changed.set()
+                if self._loading is not None:
+                    self._loading.cancel()
                 # Helpers go on: claims are renewed until the last one is announced or returned.
                 _, left = await asyncio.wait([serving], timeout=DRAIN_S)
                 if left:
@@ -231,20 +234,28 @@ class Worker:
             self._wanted.changed.set()
 
     async def _load(self, contract: CaptureContract) -> Engine | None:
-        """The engine, loaded and attested (accepted or not); None when the assignment changed first."""
+        """The engine, loaded and attested (accepted or not); None when the assignment changed or the worker stops first."""
         while True:
             self._state = "LOADING"
             if self._setbacks and await self._changes_within(LOAD_RETRY_S[min(self._setbacks, len(LOAD_RETRY_S)) - 1]):
                 return None
             started = time.perf_counter()
+            self._loading = asyncio.create_task(self._load_attested(contract))
             try:
-                engine = await self._load_attested(contract)
+                engine = await self._loading
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return None  # only the loading was cancelled: the worker stops
             except Exception as error:
                 # Whatever a model file or a library raises: this worker cannot serve now, and stays visible saying why.
                 self._trouble = f"cannot load {contract.target}: {type(error).__name__}: {error}"
                 log.exception("engine did not load", target=contract.target)
                 self._setbacks += 1
                 continue
+            finally:
+                self._loading = None
             self._state = "DRAINING" if self._wanted.changed.is_set() else "READY"
             seconds = time.perf_counter() - started
             log.info("engine ready", engine=engine.version, accepted=self._accepted, seconds=seconds)

@@ -52,8 +52,14 @@ def server_options(options: EngineOptions, contract: CaptureContract, text_confi
     if device == "cpu":
         fitting = CPU_POOL_BYTES // kv_bytes_per_token(text_config, dtype)
         pool = min(max(context, CPU_POOL_TOKENS), fitting)
-    # A prompt is captured once and shares nothing with another one.
-    flags = ["--disable-radix-cache", *(["--base-gpu-id", index] if index else []), *shlex.split(options.sglang_flags)]
+    # A prompt is captured once and shares nothing with another one. At level info every batch is a line in the log.
+    flags = [
+        "--disable-radix-cache",
+        "--log-level",
+        "warning",
+        *(["--base-gpu-id", index] if index else []),
+        *shlex.split(options.sglang_flags),
+    ]
     return ServerOptions(
         model=Path(options.target or contract.target),
         device=device,

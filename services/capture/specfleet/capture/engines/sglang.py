@@ -101,6 +101,10 @@ class SGLangEngine(ServingEngine):
             if error.code != "SF-SGLANG-TIMEOUT" or not await link.client.computes():
                 self._lose(error.message)
             raise
+        except EngineError as error:
+            if error.code == "SF-SGLANG-NO-CAPTURE":
+                self._lose(error.message)
+            raise
         finally:
             link.tokens -= tokens
         if list(answer.layers) != list(link.probed.measured.layers):
