@@ -25,7 +25,7 @@ from specfleet.policies.order import epoch_order
 from specfleet.target.facts import build_contract, read_target_facts
 from specfleet.target.hf import HFTarget
 from specfleet.target.weights import load_embedding, load_raw_head
-from specfleet.trainer.device import DTYPES
+from specfleet.trainer.device import DTYPES, page_locked
 from specfleet.trainer.optim import MasterAdamW, learning_rate
 from specfleet.trainer.parallel import Ranks
 from specfleet.trainer.reduction import Share, Sums, accumulate
@@ -92,8 +92,7 @@ class Training:
         for index in epoch_order(self.config.data.seed, epoch, count)[place * size : (place + 1) * size].tolist():
             sample = self.source.get(reference(epoch, index))
             samples.append({**sample, "visit": torch.tensor([epoch, index])})
-        batch = self.strategy.collate(samples)
-        return {name: x.pin_memory() for name, x in batch.items()} if self.device.type == "cuda" else batch
+        return page_locked(self.strategy.collate, self.device)(samples)
 
     def run(self) -> dict[str, Any]:
         """Trains; returns speed, memory and training metrics."""

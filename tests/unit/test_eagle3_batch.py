@@ -7,7 +7,9 @@ from specfleet.trainer.strategies.eagle3.batch import MaskAlign, collate, superv
 
 
 def _live(mask: list[int], steps: int, align: MaskAlign, step: int) -> set[int]:
-    return set(supervised(torch.tensor(mask), steps, align)[step].nonzero().flatten().tolist())
+    return set(
+        supervised(torch.tensor([mask]), torch.tensor([len(mask)]), steps, align)[step, 0].nonzero().flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize(("align", "expected"), [("compat", {2, 3, 4}), ("input", {1, 2, 3, 4}), ("strict", {1, 2, 3})])
@@ -27,7 +29,7 @@ def test_shift_table() -> None:
 
 def test_every_mode_demands_that_the_teacher_row_exists() -> None:
     for align in ("compat", "input", "strict"):
-        masks = supervised(torch.ones(9), 7, align)
+        masks = supervised(torch.ones(1, 9), torch.tensor([9]), 7, align)[:, 0]
         for step in range(7):
             assert all(row + 1 + step <= 8 for row in masks[step].nonzero().flatten().tolist())
 
@@ -41,7 +43,7 @@ def test_strict_rollouts_stay_inside_one_answer() -> None:
 
 def test_short_texts_have_no_rows() -> None:
     for length in (1, 2):
-        assert not supervised(torch.ones(length), 7, "strict").any()
+        assert not supervised(torch.ones(1, length), torch.tensor([length]), 7, "strict").any()
 
 
 def test_collate_points_at_tokens_and_teacher_rows() -> None:

@@ -58,7 +58,7 @@ def test_quota_and_nesting(align: MaskAlign, seed: int) -> None:
     batch = _collate(_samples(masks), 5, align, ratio=0.7, least=0.3, seed=seed)
     chains = _chains(batch)
     for sample, mask in enumerate(masks):
-        live = supervised(torch.tensor(mask), 5, align)
+        live = supervised(torch.tensor([mask]), torch.tensor([len(mask)]), 5, align)[:, 0]
         mine = [{a for s, a in depth if s == sample} for depth in chains]
         assert mine[0] == set(live[0].nonzero().flatten().tolist())
         for depth in range(1, 5):

@@ -158,11 +158,11 @@ class PEagleDraft(EagleDraft):
     ) -> torch.Tensor:  # fmt: skip
         """Depth 0 is ordinary causal attention; a deeper element adds its chain, as a rollout step does (ttt_attention)."""
         count = keys_values.shape[1] - sum(map(len, deep))
-        prefix = [self._per_query_head(part, batch) for part in keys_values[:, :count]]
-        attended = [ttt_attention(queries[0], *prefix, wanted)]
+        prefix_k, prefix_v = (self._per_query_head(part, batch) for part in keys_values[:, :count])
+        attended = [ttt_attention(queries[0], prefix_k, prefix_v, wanted)]
         for depth, rows in enumerate(deep):
             own = keys_values.index_select(1, chain[depth].flatten()).unflatten(1, chain[depth].shape)
-            attended.append(ttt_attention(queries[depth + 1], *prefix, rows, own))
+            attended.append(ttt_attention(queries[depth + 1], prefix_k, prefix_v, rows, own))
         return torch.cat(attended)
 
     def drafter(self, embedding_VH: torch.Tensor, head_VH: torch.Tensor | None = None) -> "PEagleDrafter":

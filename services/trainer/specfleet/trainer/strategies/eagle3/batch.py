@@ -7,36 +7,37 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 MaskAlign = Literal["strict", "input", "compat"]
 
 
-def supervised(loss_mask_T: torch.Tensor, steps: int, align: MaskAlign) -> torch.Tensor:
-    """[S, T] bool: does row t of rollout step i count in the loss?
+def supervised(loss_mask_BT: torch.Tensor, lengths_B: torch.Tensor, steps: int, align: MaskAlign) -> torch.Tensor:
+    """[S, B, T] bool: does row t of rollout step i count in the loss?
 
-    Row t of step i is fed x_{t+1+i} and judged by the teacher's prediction of x_{t+2+i}, so its teacher row t+1+i must
-    exist in every mode. strict: all of x_{t+1} … x_{t+2+i} are supervised, which keeps rollouts inside one answer and
-    trains the first situation met at inference. input: x_{t+1+i} is. compat: x_{t+i} is, the last token never (the rows
-    other trainers use; kept for comparisons).
+    loss_mask: zero in padding. Row t of step i is fed x_{t+1+i} and judged by the teacher's prediction of x_{t+2+i}, so its
+    teacher row t+1+i must exist in every mode. strict: all of x_{t+1} … x_{t+2+i} are supervised, which keeps rollouts inside
+    one answer and trains the first situation met at inference. input: x_{t+1+i} is. compat: x_{t+i} is, the last token never
+    (the rows other trainers use; kept for comparisons).
     """
-    length = len(loss_mask_T)
-    mask = torch.zeros(length + steps + 2, dtype=torch.bool)
-    mask[:length] = loss_mask_T.bool()
+    count, length = loss_mask_BT.shape
+    mask = torch.zeros(count, length + steps + 2, dtype=torch.bool)
+    mask[:, :length] = loss_mask_BT.bool()
     if align == "compat":
-        mask[length - 1] = False
-    result = torch.zeros(steps, length, dtype=torch.bool)
-    run = mask[1 : length + 1].clone()
+        mask[torch.arange(count), lengths_B - 1] = False
+    result = torch.zeros(steps, count, length, dtype=torch.bool)
+    run = mask[:, 1 : length + 1].clone()
     for step in range(steps):
         match align:
             case "strict":
-                run &= mask[2 + step : length + 2 + step]
+                run &= mask[:, 2 + step : length + 2 + step]
                 result[step] = run
             case "input":
-                result[step] = mask[1 + step : length + 1 + step]
+                result[step] = mask[:, 1 + step : length + 1 + step]
             case "compat":
-                result[step] = mask[step : length + step]
-        result[step, max(length - 1 - step, 0) :] = False
-    return result
+                result[step] = mask[:, step : length + step]
+    teacher_row = torch.arange(length) + 1 + torch.arange(steps)[:, None]
+    return result & (teacher_row[:, None] < lengths_B[:, None])
 
 
 def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskAlign) -> dict[str, torch.Tensor]:
@@ -50,13 +51,10 @@ def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskA
     """
     lengths = [int(sample["input_ids"].shape[0]) for sample in samples]
     length = max(lengths)
-    ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    aux = samples[0]["aux_states"].new_zeros(len(samples), length, samples[0]["aux_states"].shape[1])
-    masks = torch.zeros(steps, len(samples), length, dtype=torch.bool)
-    for index, (sample, n) in enumerate(zip(samples, lengths, strict=True)):
-        ids[index, :n] = sample["input_ids"]
-        aux[index, :n] = sample["aux_states"]
-        masks[:, index, :n] = supervised(sample["loss_mask"], steps, align)
+    ids = pad_sequence([sample["input_ids"] for sample in samples], batch_first=True).long()
+    aux = pad_sequence([sample["aux_states"] for sample in samples], batch_first=True)
+    loss_mask = pad_sequence([sample["loss_mask"] for sample in samples], batch_first=True)
+    masks = supervised(loss_mask, torch.tensor(lengths), steps, align)
 
     flat = masks.flatten(1)
     needed = flat.flip(0).cummax(0).values.flip(0) if steps else flat
@@ -77,7 +75,7 @@ def collate(samples: Sequence[dict[str, torch.Tensor]], steps: int, align: MaskA
         "num_sequences": present.sum(),
         "num_skipped": (~present).sum(),
         "num_tokens": torch.tensor(sum(lengths)),
-        "num_loss_tokens": torch.tensor(sum(int(sample["loss_mask"].sum()) for sample in samples)),
+        "num_loss_tokens": loss_mask.sum(dtype=torch.int64),
     }
     batch["teacher_states"] = _select(samples, "final_state", lengths, length, unique)
     for name in ("teacher_argmax", "teacher_lse"):
