@@ -1,20 +1,24 @@
 """What strategies of block drafts set up alike: sizes, mask token, the frozen embedding and head, how batches are drawn."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from specfleet.config.models import DFlashSection, DominoSection, DSparkSection
-from specfleet.drafts.block import BlockConfig
+from specfleet.drafts.block import BlockConfig, BlockDraft
 from specfleet.drafts.sizes import decoder_sizes
-from specfleet.drafts.warm_start import stated_mask_token
+from specfleet.drafts.warm_start import stated_mask_token, warm_start
+from specfleet.target.dtypes import compute_dtype
 from specfleet.target.mask_token import resolve_mask_token
 from specfleet.target.weights import load_embedding, load_raw_head, read_text_config
+from specfleet.trainer.strategies.base import Prepared
 from specfleet.trainer.strategies.block_batch import ON_HOST, BlockPlan
 from specfleet.wire.records_pb2 import CaptureContract
 
 BlockSection = DFlashSection | DominoSection | DSparkSection
+DraftT = TypeVar("DraftT", bound=BlockDraft)
 
 
 def backbone_config(
@@ -66,9 +70,28 @@ def load_frozen(
     return placed, placed if tied else head[: contract.vocab_size].to(device, dtype)
 
 
-def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors that steer the host stay on the CPU, so that no micro-batch waits for the device."""
-    return {name: x if name in ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+def place(
+    draft: DraftT, section: BlockSection, contract: CaptureContract, target_dir: Path, device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[DraftT, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The draft on the device, with its weights when it starts from an exported one; the frozen embedding and head."""
+    if section.init_from:
+        warm_start(draft, section.init_from)
+    dtype = compute_dtype(dtype, device)
+    return draft.to(device, dtype), *load_frozen(contract, target_dir, device, dtype)
+
+
+def prepare_blocks(batch: dict[str, torch.Tensor], device: torch.device, terms: Iterable[str]) -> Prepared:
+    """The batch on the device, but for tensors that steer the host: no micro-batch waits for the device. Its `denominator` is
+    that of every term."""
+    tensors = {name: x if name in ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+    denominator = tensors.pop("denominator")
+    return Prepared(
+        tensors=tensors,
+        denominators={name: denominator for name in terms},
+        num_tokens=int(batch["num_tokens"]),
+        num_loss_tokens=int(batch["num_loss_tokens"]),
+    )
 
 
 def block_identity(section: BlockSection, config: BlockConfig) -> dict[str, str]:

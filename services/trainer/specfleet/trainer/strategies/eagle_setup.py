@@ -67,3 +67,28 @@ def load_teacher(
     # Rows beyond the vocabulary are padding of the checkpoint and must never win the argmax.
     head = load_head(target_dir)[: contract.vocab_size].to(t2d.device, dtype)
     return FrozenTeacher(head, t2d.nonzero().flatten(), full=needs_full_head(contract.extras, mass=mass))
+
+
+_ON_HOST = frozenset({"row_counts", "active_counts", "chain_counts", "num_tokens", "num_loss_tokens"})
+
+
+@torch.no_grad()
+def judged(
+    batch: dict[str, torch.Tensor], teacher: FrozenTeacher, t2d: torch.Tensor, *, mass: bool
+) -> dict[str, torch.Tensor]:
+    """The batch on t2d's device (counts stay on the CPU: no micro-batch waits for the device), with the teacher's verdict.
+
+    In place of teacher_states: teacher_logits [U, V_d], teacher_draft_lse [U], teacher_argmax [U] (target ids), teacher_in_vocab
+    [U] bool, and teacher_full_lse [U] where it is known. mass: see `FrozenTeacher.judge`.
+    """
+    tensors = {name: x if name in _ON_HOST else x.to(t2d.device, non_blocking=True) for name, x in batch.items()}
+    judgement = teacher.judge(tensors.pop("teacher_states"), tensors, mass=mass)
+    tensors.update(
+        teacher_logits=judgement.teacher.logits_UV,
+        teacher_draft_lse=judgement.teacher.lse_U,
+        teacher_argmax=judgement.argmax_U,
+        teacher_in_vocab=t2d[judgement.argmax_U],
+    )
+    if judgement.teacher.full_lse_U is not None:
+        tensors["teacher_full_lse"] = judgement.teacher.full_lse_U
+    return tensors

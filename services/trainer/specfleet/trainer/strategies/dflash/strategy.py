@@ -8,10 +8,8 @@ import torch
 
 from specfleet.config.models import DFlashSection, RunConfig
 from specfleet.drafts.dflash import DFlashDraft
-from specfleet.drafts.warm_start import warm_start
-from specfleet.target.dtypes import compute_dtype
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
+from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
 from specfleet.trainer.strategies.dflash.batch import collate
 from specfleet.trainer.strategies.dflash.objective import TERM, dflash_objective
 from specfleet.wire.records_pb2 import CaptureContract
@@ -44,13 +42,7 @@ class DFlashStrategy(Strategy):
         return collate(samples, self._plan, self._section)
 
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        tensors = to_device(batch, self._embedding.device)
-        return Prepared(
-            tensors=tensors,
-            denominators={TERM: tensors.pop("denominator")},
-            num_tokens=int(batch["num_tokens"]),
-            num_loss_tokens=int(batch["num_loss_tokens"]),
-        )
+        return prepare_blocks(batch, self._embedding.device, self.term_weights)
 
     def objective(self, prepared: Prepared) -> Objective:
         section = self._section
@@ -79,8 +71,5 @@ def build_dflash(
     section = config.strategy
     assert isinstance(section, DFlashSection)
     draft = DFlashDraft.from_config(backbone_config(section, contract, target_dir, sample_from_anchor=False))
-    if section.init_from:
-        warm_start(draft, section.init_from)
-    dtype = compute_dtype(dtype, device)
-    embedding, head = load_frozen(contract, target_dir, device, dtype)
-    return DFlashStrategy(section, draft.to(device, dtype), embedding, head, config.trainer.seed)
+    draft, embedding, head = place(draft, section, contract, target_dir, device, dtype)
+    return DFlashStrategy(section, draft, embedding, head, config.trainer.seed)

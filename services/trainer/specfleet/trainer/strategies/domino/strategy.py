@@ -8,10 +8,8 @@ import torch
 
 from specfleet.config.models import DominoSection, RunConfig
 from specfleet.drafts.domino import DominoDraft
-from specfleet.drafts.warm_start import warm_start
-from specfleet.target.dtypes import compute_dtype
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
+from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
 from specfleet.trainer.strategies.domino.batch import collate
 from specfleet.trainer.strategies.domino.objective import TERM, domino_objective
 from specfleet.trainer.strategies.domino.schedule import base_weight
@@ -51,13 +49,7 @@ class DominoStrategy(Strategy):
         return collate(samples, self._plan, self._section.loss_decay)
 
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        tensors = to_device(batch, self._embedding.device)
-        return Prepared(
-            tensors=tensors,
-            denominators={TERM: tensors.pop("denominator")},
-            num_tokens=int(batch["num_tokens"]),
-            num_loss_tokens=int(batch["num_loss_tokens"]),
-        )
+        return prepare_blocks(batch, self._embedding.device, self.term_weights)
 
     def objective(self, prepared: Prepared) -> Objective:
         return domino_objective(self.draft, self._embedding, self._head, prepared, self.base_weight)
@@ -93,8 +85,5 @@ def build_domino(
             "embedding_size": section.embedding_size,
         }
     )
-    if section.init_from:
-        warm_start(draft, section.init_from)
-    dtype = compute_dtype(dtype, device)
-    embedding, head = load_frozen(contract, target_dir, device, dtype)
-    return DominoStrategy(section, draft.to(device, dtype), embedding, head, total_steps, config.trainer.seed)
+    draft, embedding, head = place(draft, section, contract, target_dir, device, dtype)
+    return DominoStrategy(section, draft, embedding, head, total_steps, config.trainer.seed)

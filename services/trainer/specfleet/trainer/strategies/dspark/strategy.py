@@ -8,12 +8,10 @@ import torch
 
 from specfleet.config.models import DSparkSection, RunConfig
 from specfleet.drafts.dspark import DSparkDraft
-from specfleet.drafts.warm_start import warm_start
-from specfleet.target.dtypes import compute_dtype
 from specfleet.target.text_config import logits_scale
 from specfleet.target.weights import read_text_config
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, load_frozen, to_device
+from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
 from specfleet.trainer.strategies.dspark.batch import collate
 from specfleet.trainer.strategies.dspark.objective import CONFIDENCE, SLOTS, dspark_objective
 from specfleet.trainer.strategies.eagle_setup import check_final_state
@@ -50,16 +48,10 @@ class DSparkStrategy(Strategy):
         return collate(samples, self._plan, self._section.loss_decay)
 
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        tensors = to_device(batch, self._embedding.device)
+        found = prepare_blocks(batch, self._embedding.device, self.term_weights)
         if self._teacher_scale != 1.0:
-            tensors["teacher_states"] = tensors["teacher_states"] * self._teacher_scale
-        denominator = tensors.pop("denominator")
-        return Prepared(
-            tensors=tensors,
-            denominators={name: denominator for name in self.term_weights},
-            num_tokens=int(batch["num_tokens"]),
-            num_loss_tokens=int(batch["num_loss_tokens"]),
-        )
+            found.tensors["teacher_states"] = found.tensors["teacher_states"] * self._teacher_scale
+        return found
 
     def objective(self, prepared: Prepared) -> Objective:
         section = self._section
@@ -104,9 +96,6 @@ def build_dspark(
             "confidence_with_markov": section.confidence_with_markov,
         }
     )
-    if section.init_from:
-        warm_start(draft, section.init_from)
-    dtype = compute_dtype(dtype, device)
-    embedding, head = load_frozen(contract, target_dir, device, dtype)
+    draft, embedding, head = place(draft, section, contract, target_dir, device, dtype)
     scale = logits_scale(read_text_config(target_dir))
-    return DSparkStrategy(section, draft.to(device, dtype), embedding, head, config.trainer.seed, scale)
+    return DSparkStrategy(section, draft, embedding, head, config.trainer.seed, scale)

@@ -16,15 +16,19 @@ from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.eagle3.batch import collate
 from specfleet.trainer.strategies.eagle3.objective import eagle3_objective, step_name
 from specfleet.trainer.strategies.eagle3.schedule import rollout_length
-from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
+from specfleet.trainer.strategies.eagle_setup import (
+    check_final_state,
+    draft_sizes,
+    judged,
+    load_teacher,
+    set_up_vocabulary,
+)
 from specfleet.trainer.strategies.soft_ce import Lk, chunk_rows
 from specfleet.trainer.strategies.teacher import FrozenTeacher
 from specfleet.wire.records_pb2 import CaptureContract
 
 if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
-
-_ON_HOST = frozenset({"row_counts", "active_counts", "num_tokens", "num_loss_tokens"})
 
 
 class Eagle3Strategy(Strategy):
@@ -61,20 +65,10 @@ class Eagle3Strategy(Strategy):
         batch = _first_steps(
             batch, rollout_length(section.ttt_schedule, section.ttt_length, self.step, self._total_steps)
         )
-        device = self._embedding.device
-        tensors = {name: x if name in _ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
-        judgement = self._teacher.judge(tensors.pop("teacher_states"), tensors, mass=section.lk != "none")
-        in_vocab = self.draft.t2d[judgement.argmax_U]
-        tensors.update(
-            teacher_logits=judgement.teacher.logits_UV,
-            teacher_draft_lse=judgement.teacher.lse_U,
-            teacher_argmax=judgement.argmax_U,
-            teacher_in_vocab=in_vocab,
-        )
-        if judgement.teacher.full_lse_U is not None:
-            tensors["teacher_full_lse"] = judgement.teacher.full_lse_U
+        tensors = judged(batch, self._teacher, self.draft.t2d, mass=section.lk != "none")
+        in_vocab = tensors["teacher_in_vocab"]
         judges = tensors["teacher_of"].split(batch["row_counts"].tolist())
-        denominators = {name: torch.zeros((), device=device) for name in self.term_weights}
+        denominators = {name: torch.zeros((), device=in_vocab.device) for name in self.term_weights}
         denominators |= {step_name(i): in_vocab[judge].sum().float() for i, judge in enumerate(judges)}
         return Prepared(
             tensors=tensors,

@@ -16,7 +16,13 @@ from specfleet.target.mask_token import resolve_mask_token
 from specfleet.target.weights import load_embedding, read_text_config
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.draws import visit_seeds
-from specfleet.trainer.strategies.eagle_setup import check_final_state, draft_sizes, load_teacher, set_up_vocabulary
+from specfleet.trainer.strategies.eagle_setup import (
+    check_final_state,
+    draft_sizes,
+    judged,
+    load_teacher,
+    set_up_vocabulary,
+)
 from specfleet.trainer.strategies.peagle.batch import collate
 from specfleet.trainer.strategies.peagle.objective import TERM, peagle_objective
 from specfleet.trainer.strategies.soft_ce import chunk_rows
@@ -25,9 +31,6 @@ from specfleet.wire.records_pb2 import CaptureContract
 
 if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
-
-
-_ON_HOST = frozenset({"chain_counts", "num_tokens", "num_loss_tokens"})
 
 
 class PEagleStrategy(Strategy):
@@ -57,21 +60,10 @@ class PEagleStrategy(Strategy):
 
     @torch.no_grad()
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        device = self.draft.fc.weight.device
-        tensors = {name: x if name in _ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
-        judgement = self._teacher.judge(tensors.pop("teacher_states"), tensors, mass=False)
-        in_vocab = self.draft.t2d[judgement.argmax_U]
-        tensors.update(
-            teacher_logits=judgement.teacher.logits_UV,
-            teacher_draft_lse=judgement.teacher.lse_U,
-            teacher_argmax=judgement.argmax_U,
-            teacher_in_vocab=in_vocab,
-        )
-        if judgement.teacher.full_lse_U is not None:
-            tensors["teacher_full_lse"] = judgement.teacher.full_lse_U
+        tensors = judged(batch, self._teacher, self.draft.t2d, mass=False)
         return Prepared(
             tensors=tensors,
-            denominators={TERM: in_vocab[tensors["teacher_of"]].sum().float()},
+            denominators={TERM: tensors["teacher_in_vocab"][tensors["teacher_of"]].sum().float()},
             num_tokens=int(batch["num_tokens"]),
             num_loss_tokens=int(batch["num_loss_tokens"]),
         )
