@@ -1,6 +1,7 @@
 """Real SGLang speculates with our exports, on a CPU: the target's own text, in the rounds that the reference decoder needs."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,21 @@ import pytest
 import torch
 from fixtures.blocks import LAYERS as BLOCK_LAYERS
 from fixtures.blocks import tiny_dflash
+from fixtures.eagle3 import LAYERS as EAGLE_LAYERS
+from fixtures.eagle3 import tiny_draft, tiny_strategy
 from fixtures.gate_case import make_gate_case, write_eval_set
 from fixtures.overfit import learn
 from fixtures.tiny import make_tiny_target
 
 from specfleet.config.models import DFlashSection
 from specfleet.data.prompt_set import PromptSet
+from specfleet.drafts.base import Draft
 from specfleet.drafts.decode import decode_greedy
 from specfleet.drafts.export import export_draft, load_export
 from specfleet.gate.evaluate import evaluate
 from specfleet.gate.exporting import export_checkpoint
 from specfleet.gate.rows import select_rows
-from specfleet.gate.serving import Serving, check_served, compare, serve
+from specfleet.gate.serving import Served, Serving, check_served, compare, serve
 from specfleet.sglang.launch import find_python
 from specfleet.target.hf import HFTarget
 from specfleet.trainer.strategies.dflash import DFlashStrategy
@@ -73,28 +77,57 @@ def test_a_gate_job_serves_eagle3(target_dir: Path, tmp_path: Path) -> None:
     assert "## Served" in (tmp_path / "gate" / "report.md").read_text()
 
 
+@dataclass(frozen=True)
+class Case:
+    """Two prompts with their greedy answers; `sample`: the features of the first, to be learnt by heart."""
+
+    target: HFTarget
+    rows: list[list[int]]
+    sample: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, target_dir: Path, layers: tuple[int, ...]) -> "Case":
+        target = HFTarget.load(target_dir, layers, "float32")
+        rows = [[*p, *decode_greedy(target, None, p, 24, 0).ids] for p in ([300, 12, 80] * 4, [17, 200, 33] * 4)]
+        (item,) = target.capture(rows[:1])
+        assert isinstance(item, dict)
+        mask = torch.ones(len(rows[0]), dtype=torch.uint8)
+        return cls(target, rows, {**item, "input_ids": torch.tensor(rows[0], dtype=torch.int32), "loss_mask": mask})
+
+    def serve(self, draft: Draft, folder: Path, depth: int) -> tuple[list[Served], Serving]:
+        """Exports, serves and compares; returns the answers and how they came about."""
+        export = export_draft(draft, "sglang", folder / "export").directory
+        target_dir = Path(self.target.path)
+        eval_set = write_eval_set(folder / "eval", target_dir, self.rows)
+        serving = Serving(
+            python=find_python(), target_dir=target_dir, export_dir=export, device="cpu", dtype="float32", depth=depth,
+            new_tokens=NEW_TOKENS, log_path=folder / "sglang.log",
+        )  # fmt: skip
+        chosen = select_rows(PromptSet.open(eval_set), 1)
+        version, answers = asyncio.run(serve(chosen, draft.kind, serving, lambda done, total: None))
+        served = {"engine": f"SGLang {version}", **compare(answers, load_export(export), serving)}
+        assert_agreement(served, target_dir, eval_set)
+        assert check_served(served).result == "PASS"
+        return answers, serving
+
+
+def test_eagle31_with_a_vocabulary_of_its_own(target_dir: Path, tmp_path: Path) -> None:
+    case = Case.of(target_dir, EAGLE_LAYERS)
+    draft = tiny_draft(fc_norm=True, norm_output=True)
+    # The answers' tokens and some more: ids of the draft are not those of the target.
+    size, said = draft.config.draft_vocab_size, sorted({token for row in case.rows for token in row})
+    chosen = torch.tensor(sorted([*said, *[token for token in range(384) if token not in said][: size - len(said)]]))
+    draft.set_vocabulary(chosen - torch.arange(size), torch.zeros(384, dtype=torch.bool).index_fill(0, chosen, True))
+    learn(tiny_strategy(draft, case.target.embedding_VH, case.target.head_VH), case.sample, steps=40)
+    case.serve(draft, tmp_path, depth=3)
+
+
 def test_dflash_and_another_draft(target_dir: Path, tmp_path: Path) -> None:
-    target = HFTarget.load(target_dir, BLOCK_LAYERS, "float32", final_state="none")
-    rows = [[*p, *decode_greedy(target, None, p, 24, 0).ids] for p in ([300, 12, 80] * 4, [17, 200, 33] * 4)]
-    # One answer is learnt by heart, the other is not.
-    (item,) = target.capture(rows[:1])
-    assert isinstance(item, dict)
-    mask = torch.ones(len(rows[0]), dtype=torch.uint8)
-    sample = {**item, "input_ids": torch.tensor(rows[0], dtype=torch.int32), "loss_mask": mask}
+    case = Case.of(target_dir, BLOCK_LAYERS)
     draft = tiny_dflash()
     section = DFlashSection(name="dflash", block_size=draft.config.block_size, num_anchors=1000)
-    learn(DFlashStrategy(section, draft, target.embedding_VH, target.head_VH), sample, steps=60)
-    export = export_draft(draft, "sglang", tmp_path / "export").directory
-    eval_set = write_eval_set(tmp_path / "eval", target_dir, rows)
-    serving = Serving(
-        python=find_python(), target_dir=target_dir, export_dir=export, device="cpu", dtype="float32", depth=4,
-        new_tokens=NEW_TOKENS, log_path=tmp_path / "sglang.log",
-    )  # fmt: skip
-    chosen = select_rows(PromptSet.open(eval_set), 1)
-    version, answers = asyncio.run(serve(chosen, "dflash", serving, lambda done, total: None))
-    served = {"engine": f"SGLang {version}", **compare(answers, load_export(export), serving)}
-    assert_agreement(served, target_dir, eval_set)
-    assert check_served(served).result == "PASS"
+    learn(DFlashStrategy(section, draft, case.target.embedding_VH, case.target.head_VH), case.sample, steps=60)
+    answers, serving = case.serve(draft, tmp_path, depth=4)
 
     # Served with one draft and judged with another: the numbers must not agree.
     mistaken = check_served({"engine": "SGLang", **compare(answers, tiny_dflash(seed=5), serving)})

@@ -65,6 +65,29 @@ async def test_each_answer_is_given_on_the_new_history(tmp_path: Path) -> None:
     assert (result.rows_read, result.rows, result.rejects, result.new_tokens) == (3, 3, {}, 8)
 
 
+async def test_token_ids_are_asked_of_those_who_give_them(tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 3)
+    async with ChatServer(owner="vllm") as server:
+        result = await run(server, chats, tmp_path / "out.jsonl")
+    assert result.rows_with_token_ids == 3
+    single, _, double = rows_of(tmp_path / "out.jsonl")
+    assert (single["prompt_token_ids"], single["response_token_ids"]) == ([1], [40, 41, 2])
+    assert "response_loss_mask" not in single
+    assert double["response_token_ids"] == [40, 41, 2, 50, 40, 41, 2]
+    assert double["response_loss_mask"] == [1, 1, 1, 0, 1, 1, 1]
+
+
+async def test_template_variables_and_sampling_reach_the_endpoint(tmp_path: Path) -> None:
+    sampling = Sampling(0.7, 0.9, 33, {"enable_thinking": False})
+    async with ChatServer() as server:
+        await run(server, write_chats(tmp_path / "chats.jsonl", 1), tmp_path / "out.jsonl", sampling=sampling)
+    (body,) = server.bodies
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("tester", 0.7, 0.9, 33)
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert row["regenerated"]["template_kwargs"] == {"enable_thinking": False}
+
+
 def trouble_by_turns() -> Trouble:
     """429, then a cut connection, then a proxy's page, then the answer."""
 
