@@ -114,13 +114,20 @@ class Hooks:
 
     def _receive(self, received: Any, passed: list[Any]) -> None:
         if hasattr(received, "abort_all"):
-            # Those that waited here go on just ahead of the abort: SGLang answers for them.
-            passed += self._admission.abort(lambda name: received.abort_all or name.startswith(received.rid))
+            self._abort(received, passed)
         request = self._parse(received)
         if request is None or request.failure is not None:
             passed.append(received)
         else:
             self._admission.offer(received.rid, request.num_bytes, received)
+
+    def _abort(self, received: Any, passed: list[Any]) -> None:
+        def matches(name: str) -> bool:
+            return bool(received.abort_all or name.startswith(received.rid))
+
+        self.sink.abandon(matches)
+        # Those that waited here go on just ahead of the abort: SGLang answers for them.
+        passed += self._admission.abort(matches)
 
     def _parse(self, received: Any) -> CaptureRequest | None:
         """Replaces the request's custom parameter by its parsed form; None for everything but captures."""
@@ -256,6 +263,7 @@ class Hooks:
             self._withheld[req.rid] = req
             return False
         self._admission.end(req.rid)
+        self.sink.forget(req.rid)
         req.customized_info = {KEY: [answer]}
         return True
 

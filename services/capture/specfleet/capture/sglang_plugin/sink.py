@@ -52,6 +52,8 @@ class Capture:
     copies: list[Callable[[], float]] = field(default_factory=list)
     """Each waits for a copy and returns the seconds it took for this sample."""
     failed: SpecfleetError | None = None
+    abandoned: bool = False
+    """Nobody waits for the answer any more: nothing is stored from now on."""
     submitted_at: float | None = None
     answer: dict[str, Any] | None = None
 
@@ -74,6 +76,7 @@ class Sink:
     def __init__(self, store: FeatureStore, table: FeatureTable, layers: Sequence[int], store_full_s: float) -> None:
         self.store = store
         self._table, self._layers, self._store_full_s = table, tuple(layers), store_full_s
+        self._open: dict[str, Capture] = {}
         self._queue: SimpleQueue[Capture | None] = SimpleQueue()
         self._published: SimpleQueue[str] = SimpleQueue()
         self._closing = threading.Event()
@@ -93,7 +96,8 @@ class Sink:
                 shape = (request.num_tokens,) if elements == 1 else (request.num_tokens, elements)
                 tensors[feature] = self.store.empty(shape, _DTYPES[dtype])
         tensors[FINITE] = torch.empty(request.num_tokens, dtype=torch.bool)
-        return Capture(name, request, input_ids, tensors)
+        capture = self._open[name] = Capture(name, request, input_ids, tensors)
+        return capture
 
     def take(self, spans: Sequence[Span], states: Mapping[str, torch.Tensor]) -> None:
         """Copies the rows of a batch. `states`: [N, elements] or [N] on the device, in feature dtype, with FINITE."""
@@ -117,7 +121,16 @@ class Sink:
         names = []
         while not self._published.empty():
             names.append(self._published.get())
+            self.forget(names[-1])
         return names
+
+    def abandon(self, matches: Callable[[str], bool]) -> None:
+        for name, capture in self._open.items():
+            capture.abandoned = capture.abandoned or matches(name)
+
+    def forget(self, name: str) -> None:
+        """The capture was answered, by this sink or otherwise."""
+        self._open.pop(name, None)
 
     def close(self) -> None:
         """Answers what was submitted, then ends the thread and the store."""
@@ -166,7 +179,7 @@ class Sink:
             copy_s = sum(wait() for wait in capture.copies)
             waited_from, hashed_from = time.perf_counter(), hash_seconds()
             queued_s = waited_from - capture.submitted_at
-            specs, put_s = self._put(request, _finished(capture))
+            specs, put_s = self._put(capture, _finished(capture))
             done, hash_s = time.perf_counter(), hash_seconds() - hashed_from
             seconds = {
                 "copy": copy_s,
@@ -181,13 +194,17 @@ class Sink:
             log.exception("specfleet: publishing %s failed", request.sample)
             return failure(request.sample, StoreError("SF-SGLANG-SINK", f"{type(error).__name__}: {error}"))
 
-    def _put(self, request: CaptureRequest, tensors: dict[str, torch.Tensor]) -> tuple[list[FeatureSpec], float]:
+    def _put(self, capture: Capture, tensors: dict[str, torch.Tensor]) -> tuple[list[FeatureSpec], float]:
         """Specs, and the seconds of the put that succeeded. A full pool is waited for; raises the last StoreError."""
-        begun, delay = time.perf_counter(), _FIRST_DELAY_S
+        assert capture.submitted_at is not None
+        # From its submission on: those that queue at a full pool wait together, not one after the other.
+        begun, delay = capture.submitted_at, _FIRST_DELAY_S
         while True:
+            if capture.abandoned:
+                raise HostError("SF-SGLANG-ABORTED", "the request was aborted before its features were stored")
             started = time.perf_counter()
             try:
-                return self.store.put(request.attempt, tensors), time.perf_counter() - started
+                return self.store.put(capture.request.attempt, tensors), time.perf_counter() - started
             except StoreError as error:
                 patience_s = self._store_full_s if isinstance(error, StoreFullError) else _STORE_ERROR_S
                 final = error.code == "SF-STORE-KEY-EXISTS" or time.perf_counter() - begun + delay > patience_s

@@ -15,7 +15,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specfleet.contracts.errors import HostError
+from specfleet.contracts.errors import HostError, SpecfleetError
 
 DISTRIBUTION = "sglang"
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
@@ -180,4 +180,8 @@ def check_installed() -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([{**asdict(row), "ok": row.ok} for row in report()]))
+    try:
+        print(json.dumps([{**asdict(row), "ok": row.ok} for row in report()]))
+    except SpecfleetError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,67 @@
+"""specctl capture verify-engine."""
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specfleet.contracts.errors import EXIT_ENVIRONMENT, EXIT_FAILED, HostError
+from specfleet.ctl.options import AsJson
+from specfleet.ctl.output import emit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def verify_engine(
+    python: Annotated[
+        str,
+        typer.Option(
+            "--python",
+            envvar="SPECFLEET_SGLANG_PYTHON",
+            help="Interpreter that has SGLang (default: this one if it has, else .venv-sglang of the checkout).",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compare the installed SGLang with the one the capture plugin was tested with; exit code 1 when it differs.
+
+    Each hooked function must have the tested signature and source. A capture server checks the same before it starts.
+    """
+    from specfleet.sglang.launch import find_python
+
+    rows = _measure(find_python(python))
+    emit(as_json, rows, lambda console: _render(console, rows))
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _measure(python: str) -> list[dict[str, Any]]:
+    """Asked of the interpreter itself: it must find both SGLang and the plugin."""
+    done = subprocess.run(
+        [python, "-m", "specfleet.capture.sglang_plugin.versions"], capture_output=True, text=True, check=False
+    )
+    if done.returncode == EXIT_ENVIRONMENT:
+        code, _, message = done.stderr.strip().removeprefix("[").partition("] ")
+        raise HostError(code, message)
+    if done.returncode != 0:
+        raise HostError("SF-SGLANG-PLUGIN", f"{python} cannot import the capture plugin: {done.stderr.strip()[-500:]}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def _render(console: "Console", rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in ("symbol", "expected", "found", "ok"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(
+            *(Text(row[name]) for name in ("symbol", "expected", "found")),
+            Text("yes") if row["ok"] else Text("NO", "bold"),
+        )
+    console.print(table)
