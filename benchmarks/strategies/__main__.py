@@ -48,6 +48,7 @@ CORES_PER_JOB = 2
 
 
 def parse() -> argparse.Namespace:
+    cases = f"Cases, in order, of: {', '.join(CASES)}. NAME:section.key=value changes one."
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.strategies",
         description=__doc__,
@@ -55,7 +56,7 @@ def parse() -> argparse.Namespace:
     )
     options.add_argument("--target", default="builtin:smollm2-135m-instruct")
     options.add_argument("--data", default="builtin:smollm2-demo")
-    options.add_argument("--only", default=",".join(DEFAULT), help=f"Cases, in order, of: {', '.join(CASES)}.")
+    options.add_argument("--only", default=",".join(DEFAULT), help=cases)
     options.add_argument("--tokens", type=int, default=4_730_000, help="Training tokens of each case.")
     options.add_argument("--batch-size", type=int, default=16)
     options.add_argument("--samples", type=int, default=0, help="Use at most so many training rows; 0: all.")
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
     )
     args = options.parse_args()
     args.names = [name for name in args.only.split(",") if name]
-    if unknown := [name for name in args.names if name not in CASES]:
+    if unknown := [name for name in args.names if name.split(":")[0] not in CASES]:
         options.error(f"--only {','.join(unknown)}: known cases are {', '.join(CASES)}")
     return args
 

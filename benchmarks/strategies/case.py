@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.strategies.cases import CASES, configure
+from benchmarks.strategies.cases import case_of, configure
 from benchmarks.strategies.plan import Plan, result_file
 from benchmarks.strategies.table import by_source
 from specfleet.config import RunConfig
@@ -159,7 +159,7 @@ def run_case(name: str, plan: Plan) -> dict[str, Any]:
     trained = measure(training, target, rows)
     trainer = config.trainer
     return {
-        "recipe": CASES[name].recipe,
+        "recipe": case_of(name).recipe,
         "settings": {
             "lr": trainer.lr, "warmup_ratio": trainer.warmup_ratio, "max_grad_norm": trainer.max_grad_norm,
             "seed": trainer.seed, "layers": list(contract.layers), **config.strategy.model_dump(mode="json"),
@@ -180,7 +180,7 @@ def synchronize(device: torch.device) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("name", choices=list(CASES))
+    options.add_argument("name", help="a case, as in --only of the driver")
     options.add_argument("--work", type=Path, required=True)
     args = options.parse_args()
     plan = Plan.load(args.work)

@@ -5,7 +5,7 @@ cases train on the same rows and for the same number of optimizer steps, hence o
 another batch or other epochs than the comparison, the comparison's count.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specfleet.config import RunConfig, load_config
@@ -40,9 +40,15 @@ DEFAULT = tuple(name for name in CASES if name != "eagle3.1-lk")
 """LK trains acceptance under sampling, which a greedy table does not show: on demand only."""
 
 
+def case_of(name: str) -> Case:
+    """`NAME` of the table, or `NAME:section.key=value:…` for the same with further settings. Raises KeyError."""
+    base, *settings = name.split(":")
+    return replace(CASES[base], settings=(*CASES[base].settings, *settings))
+
+
 def configure(name: str, target: Path, batch_size: int, layers: tuple[int, ...] | None = None) -> RunConfig:
     """The configuration of a case. layers: captured layers other than the strategy's own (to record for all at once)."""
-    case = CASES[name]
+    case = case_of(name)
     chosen = () if layers is None else (f"strategy.layers={list(layers)}",)
     return load_config(
         RECIPES / f"{case.recipe}.yaml",

@@ -5,7 +5,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.strategies.cases import CASES
+from benchmarks.strategies.cases import configure
+from specfleet.config import dump_config
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Plan:
 
     def identity(self, case: str) -> str:
         """Changes whenever the result of the case might: what --resume goes by."""
-        return hashlib.sha256(json.dumps([asdict(self), case, str(CASES[case])]).encode()).hexdigest()
+        config = dump_config(configure(case, Path(self.target), self.batch_size))
+        return hashlib.sha256(json.dumps([asdict(self), config]).encode()).hexdigest()
 
 
 def result_file(work: Path, case: str) -> Path:

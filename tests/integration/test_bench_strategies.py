@@ -14,7 +14,7 @@ from fixtures.tiny import make_tiny_target
 
 from benchmarks.strategies.__main__ import baselines, finished, plan_of
 from benchmarks.strategies.case import run_case
-from benchmarks.strategies.cases import CASES
+from benchmarks.strategies.cases import CASES, configure
 from benchmarks.strategies.plan import Plan, result_file
 from benchmarks.strategies.pool import run_all
 from benchmarks.strategies.table import render
@@ -69,8 +69,15 @@ def test_a_result_counts_under_its_own_plan_only(plan: Plan, arguments: argparse
     path.write_text(json.dumps({"steps": STEPS, "identity": plan.identity("eagle3")}))
     assert finished(arguments, plan, "eagle3") == {"steps": STEPS}
     assert finished(arguments, plan, "dflash") is None
+    assert finished(arguments, plan, "eagle3:trainer.lr=2e-3") is None
     assert finished(arguments, Plan(**{**vars(plan), "steps": 1 + STEPS}), "eagle3") is None
     path.unlink()
+
+
+def test_a_case_can_be_varied(arguments: argparse.Namespace) -> None:
+    plain, varied = (configure(name, arguments.target, BATCH) for name in ("eagle3", "eagle3:trainer.lr=2e-3"))
+    assert (plain.trainer.lr, varied.trainer.lr) == (1e-3, 2e-3)
+    assert varied.model_copy(update={"trainer": plain.trainer}) == plain
 
 
 def test_features_are_captured_once(plan: Plan, arguments: argparse.Namespace) -> None:
