@@ -106,7 +106,7 @@ def test_a_strategy_trains_from_the_common_set(
     url = features_url(features)
     lost: list[Any] = []
     loader = Loader(
-        FeatureSetSource(url, contract), strategy, PlanBook("offline", 1, 1), contract_hash=contract_hash(contract),
+        FeatureSetSource(url, contract), strategy.collate, PlanBook("offline", 1, 1), contract_hash=contract_hash(contract),
         prefetch=1, report_lost=lost.append,
     )  # fmt: skip
     loader.start()

@@ -93,8 +93,10 @@ def test_a_writer_goes_on_after_the_last_listed_shard(tmp_path: Path, prompts: P
     assert second.finish().complete
     second.close()
     assert verify(directory).problems == []
+    third = FeatureSetWriter.open(directory, CONTRACT, prompts)
     with pytest.raises(DataError, match="SF-FEATURES-COMPLETE"):
-        FeatureSetWriter.open(directory, CONTRACT, prompts)
+        third.add(0, random_features(CONTRACT, rows[0]))
+    third.close()
 
 
 def test_a_set_is_finished_only_when_every_prompt_is_recorded_or_dead(tmp_path: Path, prompts: PromptSet) -> None:

@@ -44,7 +44,12 @@ class Bench:
         self.lost: Queue[ReportLostRequest] = Queue()
         self.book = PlanBook("r", 1, next_step=1)
         self.loader = Loader(
-            self.store, TinyStrategy(), self.book, contract_hash="c", prefetch=prefetch, report_lost=self.lost.put
+            self.store,
+            TinyStrategy().collate,
+            self.book,
+            contract_hash="c",
+            prefetch=prefetch,
+            report_lost=self.lost.put,
         )
 
     def sample(self, index: int, tokens: int = 3, attempt: int = 1, contract: str = "c") -> SampleRef:

@@ -333,6 +333,17 @@ class DeploymentSection(Section):
     output_dir: str = Field("runs", description="Where run directories are written.")
 
 
+class RecordSection(Section):
+    """A run that records a feature set instead of training (docs/feature-sets.md)."""
+
+    directory: str = Field(
+        "", description="Where the set is written. `specctl data capture` sets it; empty: a run trains."
+    )
+    shard_bytes: PositiveInt = Field(
+        256 << 20, description="A shard is written, and what it holds settled, when this much has come together."
+    )
+
+
 class RunConfig(Section):
     run_id: str = ""
     model: ModelSection
@@ -345,6 +356,7 @@ class RunConfig(Section):
     tracking: TrackingSection = TrackingSection()
     gate: GateSection = GateSection()
     deployment: DeploymentSection = DeploymentSection()
+    record: RecordSection = RecordSection()
 
     @property
     def quantum(self) -> int:
@@ -354,6 +366,23 @@ class RunConfig(Section):
     @property
     def global_batch(self) -> int:
         return self.flow.global_batch or self.quantum
+
+    @property
+    def records(self) -> bool:
+        """Whether the run writes a feature set instead of training."""
+        return bool(self.record.directory)
+
+    def to_record(self, directory: str, shard_bytes: int) -> Self:
+        """The same target, prompts, features and window of samples, recorded once by one rank."""
+        trainer = {"world": 1, "batch_size": 1, "accumulation": self.global_batch, "epochs": 1, "max_steps": 0}
+        flow = {"global_batch": 0, "tail": "carry", "retain": "until_trained", "reuse_bytes": 0}
+        return self.model_copy(
+            update={
+                "trainer": self.trainer.model_copy(update=trainer),
+                "flow": self.flow.model_copy(update=flow),
+                "record": RecordSection(directory=directory, shard_bytes=shard_bytes),
+            }
+        )
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
@@ -370,6 +399,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.source is '{self.data.source}' and data.features is '{self.data.features}': training from a feature "
                 "set needs both source: features and its directory; training from prompts needs neither"
+            )
+        if self.records and self != self.to_record(self.record.directory, self.record.shard_bytes):
+            raise ValueError(
+                f"record.directory is '{self.record.directory}', but these settings train: recording takes one rank "
+                f"(trainer.world {self.trainer.world}), batch_size {self.trainer.batch_size} = 1, epochs "
+                f"{self.trainer.epochs} = 1, no max_steps, flow.tail carry and retain until_trained. Use specctl data capture"
+            )
+        if self.records and self.data.source == "features":
+            raise ValueError(
+                f"record.directory is '{self.record.directory}' and data.source is 'features': recording starts from prompts"
             )
         if self.data.source == "prompts" and not self.data.train and not self.data.prompt_set:
             raise ValueError(

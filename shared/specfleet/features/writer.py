@@ -39,7 +39,8 @@ class FeatureSetWriter:
         self._shard_bytes = shard_bytes
         self._lock = lock
         self._pending: list[Sample] = []
-        self._pending_bytes = 0
+        self.pending_bytes = 0
+        """Collected for the next shard."""
 
     @classmethod
     def open(
@@ -47,8 +48,10 @@ class FeatureSetWriter:
     ) -> "FeatureSetWriter":
         """Begins a set, or goes on after the last shard its manifest lists; whatever is not listed is deleted.
 
+        shard_bytes: `add` closes a shard of this size by itself; 0: only `flush` closes shards.
+
         Raises DataError SF-FEATURES-OTHER when the directory holds a set of another contract or prompt set or something else,
-        SF-FEATURES-COMPLETE, SF-FEATURES-DAMAGED; HostError SF-HOST-FEATURES when another process writes there.
+        SF-FEATURES-DAMAGED; HostError SF-HOST-FEATURES when another process writes there.
         """
         directory = directory.expanduser().resolve()
         lock = _take_lock(directory)
@@ -57,7 +60,7 @@ class FeatureSetWriter:
                 manifest = _begin(directory, contract, prompts)
                 return cls(directory, manifest, set(), shard_bytes, lock)
             found = FeatureSet.open(directory)
-            _check_same(found, contract, prompts)
+            check_same(found, contract, prompts)
             _delete_unlisted(directory, found.manifest)
             return cls(directory, found.manifest, set(found.num_tokens.nonzero()[0].tolist()), shard_bytes, lock)
         except BaseException:
@@ -67,9 +70,11 @@ class FeatureSetWriter:
     def add(self, prompt_index: int, tensors: "Mapping[str, torch.Tensor]") -> None:
         """Takes a copy of one prompt's features, as a store returned them; writes a shard when enough are pending.
 
-        Raises DataError SF-FEATURES-TWICE for a prompt that is recorded, SF-FEATURES-SHAPE for tensors that the contract
-        does not describe.
+        Raises DataError SF-FEATURES-COMPLETE, SF-FEATURES-TWICE for a prompt that is recorded, SF-FEATURES-SHAPE for tensors
+        that the contract does not describe.
         """
+        if self.manifest.complete:
+            raise DataError("SF-FEATURES-COMPLETE", f"{self.directory} is complete: nothing can be added to it")
         if prompt_index in self.recorded:
             raise DataError("SF-FEATURES-TWICE", f"prompt {prompt_index} is recorded in {self.directory} already")
         num_tokens = int(tensors["input_ids"].shape[0])
@@ -87,8 +92,8 @@ class FeatureSetWriter:
         sample = Sample(prompt_index, num_tokens, features)
         self.recorded.add(prompt_index)
         self._pending.append(sample)
-        self._pending_bytes += sample.num_bytes
-        if self._pending_bytes >= self._shard_bytes:
+        self.pending_bytes += sample.num_bytes
+        if self._shard_bytes and self.pending_bytes >= self._shard_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -103,9 +108,9 @@ class FeatureSetWriter:
             self._commit(replace(self.manifest, shards=(*self.manifest.shards, shard)))
         except OSError as error:
             raise HostError(
-                "SF-HOST-FEATURES", f"cannot write a shard of {self._pending_bytes} bytes to {self.directory}: {error}"
+                "SF-HOST-FEATURES", f"cannot write a shard of {self.pending_bytes} bytes to {self.directory}: {error}"
             ) from error
-        self._pending, self._pending_bytes = [], 0
+        self._pending, self.pending_bytes = [], 0
 
     def finish(self, dead: Mapping[int, str] | None = None) -> Manifest:
         """Declares the set complete. dead: prompts that could not be captured, and why.
@@ -181,7 +186,8 @@ def _copy_prompts(prompts: "PromptSet", folder: Path) -> None:
     fsync(folder)
 
 
-def _check_same(found: FeatureSet, contract: CaptureContract, prompts: "PromptSet") -> None:
+def check_same(found: FeatureSet, contract: CaptureContract, prompts: "PromptSet") -> None:
+    """Raises DataError SF-FEATURES-OTHER when a set cannot be continued with this contract and these prompts."""
     differences = contract_mismatches(found.manifest.contract, contract)
     if found.manifest.prompt_set != prompts.digest:
         differences.append(f"prompt set: recorded {found.manifest.prompt_set}, wanted {prompts.digest}")
@@ -190,8 +196,6 @@ def _check_same(found: FeatureSet, contract: CaptureContract, prompts: "PromptSe
             "SF-FEATURES-OTHER",
             f"{found.path} holds another feature set: {'; '.join(differences)}. Choose another directory",
         )
-    if found.manifest.complete:
-        raise DataError("SF-FEATURES-COMPLETE", f"{found.path} is complete: nothing can be added to it")
 
 
 def _delete_unlisted(directory: Path, manifest: Manifest) -> None:

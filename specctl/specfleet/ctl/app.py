@@ -2,7 +2,20 @@
 
 import typer
 
-from specfleet.ctl.commands import config, data, demo, doctor, fleet, gate, regenerate, run, sets, stack
+from specfleet.ctl.commands import (
+    capture,
+    config,
+    data,
+    demo,
+    doctor,
+    fleet,
+    gate,
+    recording,
+    regenerate,
+    run,
+    sets,
+    stack,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +43,7 @@ app.command("doctor")(doctor.doctor)
 _data = _group("data", "Conversations, prompt sets and feature sets.")
 _data.command("prepare")(data.prepare)
 _data.command("regenerate", epilog=regenerate.EXAMPLES)(regenerate.regenerate)
+_data.command("capture", epilog=recording.EXAMPLES)(recording.capture)
 _data.command("stats")(sets.stats)
 _data.command("verify")(sets.verify)
 
@@ -45,6 +59,9 @@ _run.command("logs")(run.logs)
 
 _fleet = _group("fleet", "Capture workers and trainer agents.")
 _fleet.command("list")(fleet.list_fleet)
+
+_capture = _group("capture", "The engine that captures.")
+_capture.command("verify-engine")(capture.verify_engine)
 
 _sample = _group("sample", "Single samples.")
 _sample.command("explain")(fleet.explain_sample)

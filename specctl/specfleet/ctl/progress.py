@@ -1,4 +1,7 @@
-"""The live line of a run: step progress, loss, and the five numbers."""
+"""The live line of a run: how far it is, and its numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -9,6 +12,20 @@ from specfleet.wire.run_pb2 import RunSnapshot
 
 # Without a terminal one line per this many seconds is plenty for a log file.
 LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far a run is."""
+
+    unit: str
+    done: int
+    total: int
+    numbers: str
+
+
+def training(run: RunSnapshot) -> Measure:
+    return Measure("step", run.trained_steps, run.total_steps, numbers_line(run))
 
 
 def numbers_line(run: RunSnapshot) -> str:
@@ -28,7 +45,8 @@ def numbers_line(run: RunSnapshot) -> str:
 class RunProgress:
     """A progress bar on a terminal, one line now and then elsewhere. Messages go to stderr."""
 
-    def __init__(self, out: Console | None = None) -> None:
+    def __init__(self, out: Console | None = None, measure: Callable[[RunSnapshot], Measure] = training) -> None:
+        self._measure = measure
         self._out = out or console(stderr=True)
         self._live = self._out.is_terminal
         self._progress = Progress(
@@ -54,15 +72,16 @@ class RunProgress:
 
     def update(self, run: RunSnapshot) -> None:
         state = f"{run.state} ({run.reason})" if run.reason else run.state
+        found = self._measure(run)
         self._progress.update(
             self._task,
             description=f"{run.run_id} {state}",
-            completed=run.trained_steps,
-            total=run.total_steps or None,
-            numbers=numbers_line(run),
+            completed=found.done,
+            total=found.total or None,
+            numbers=found.numbers,
         )
         now = self._progress.get_time()
         if not self._live and (state != self._state or now - self._printed_at >= LINE_EVERY_S):
-            line = f"{run.run_id} {state} step {run.trained_steps}/{run.total_steps} · {numbers_line(run)}"
+            line = f"{run.run_id} {state} {found.unit} {found.done}/{found.total} · {found.numbers}"
             self._out.print(line, markup=False, soft_wrap=True)
             self._printed_at, self._state = now, state

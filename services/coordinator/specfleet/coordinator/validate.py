@@ -153,7 +153,7 @@ def check_resume(recorded: RunConfig, given: RunConfig) -> None:
         raise ContractError(
             "SF-RUN-IDENTITY", f"the configuration describes another draft: {'; '.join(draft)}. Submit a new run"
         )
-    work = _differences(recorded, given, ["data", "deployment"])
+    work = _differences(recorded, given, ["data", "deployment", "record"])
     for name in (
         "trainer.epochs",
         "trainer.max_steps",

@@ -17,7 +17,9 @@ from specfleet.bus.factory import open_bus
 from specfleet.contracts.errors import SpecfleetError, UnreachableError
 from specfleet.rpc.client import call, connect
 from specfleet.rpc.errors import INTERNAL_CODE
-from specfleet.wire.records_pb2 import StepPlan
+from specfleet.wire.records_pb2 import StepPlan, TaskKey
+from specfleet.wire.run_pb2 import ExplainSampleRequest, ExplainSampleResponse
+from specfleet.wire.run_pb2_grpc import RunServiceStub
 from specfleet.wire.trainer_pb2 import (
     AckStepRequest,
     CommitCheckpointRequest,
@@ -132,6 +134,10 @@ class Link:
             self._fence("checkpoint", request.generation)
         return bool(response.accepted)
 
+    def explain(self, task: TaskKey, give_up: Callable[[], bool]) -> ExplainSampleResponse:
+        """What the ledger knows of a task. Raises LinkAbandoned when give_up turns true first."""
+        return self._wait(self._persist(self._runs.ExplainSample, ExplainSampleRequest(task=task)), give_up)
+
     def detach(self, request: DetachRunRequest, give_up: Callable[[], bool]) -> None:
         """Says goodbye; that nobody hears it is logged, not raised."""
         try:
@@ -161,6 +167,7 @@ class Link:
         # Made on this loop, which is where they are used.
         self._channel = connect(self._coordinator)
         self._stub = TrainerControlStub(self._channel)
+        self._runs = RunServiceStub(self._channel)
         self._bus = open_bus(self._nats)
         self._acks: asyncio.Queue[AckStepRequest] = asyncio.Queue()
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -12,7 +12,6 @@ from specfleet.contracts.errors import ContractError, FeatureLostError, StoreErr
 from specfleet.contracts.ids import sample_id
 from specfleet.store.base import FeatureSource
 from specfleet.trainer.plans import PlanBook
-from specfleet.trainer.strategies.base import Strategy
 from specfleet.wire.records_pb2 import SampleRef, StepPlan, TaskAttempt
 from specfleet.wire.trainer_pb2 import ReportLostRequest
 
@@ -23,12 +22,17 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
 
+Tensors = dict[str, torch.Tensor]
+Collate = Callable[[Sequence[Tensors]], Tensors]
+"""Features of a micro-batch's samples → one batch (strategies/base.py)."""
+
+
 @dataclass
 class Window:
     """One step's share of this rank: collated CPU micro-batches; none at all is legal (a short last window)."""
 
     plan: StepPlan
-    batches: list[dict[str, torch.Tensor]]
+    batches: list[Tensors]
 
 
 class Loader:
@@ -41,7 +45,7 @@ class Loader:
     def __init__(
         self,
         store: FeatureSource,
-        strategy: Strategy,
+        collate: Collate,
         book: PlanBook,
         *,
         contract_hash: str,
@@ -49,7 +53,7 @@ class Loader:
         report_lost: Callable[[ReportLostRequest], None],
     ) -> None:
         self._store = store
-        self._strategy = strategy
+        self._collate = collate
         self._book = book
         self._contract_hash = contract_hash
         self._prefetch = prefetch
@@ -149,13 +153,13 @@ class Loader:
                     return None
                 samples.append(features)
             if samples and not lost:
-                batches.append(self._strategy.collate(samples))
+                batches.append(self._collate(samples))
         if lost:
             self._report(plan, lost, reasons)
             return None
         return Window(plan, batches)
 
-    def _get(self, ref: SampleRef, plan: StepPlan) -> dict[str, torch.Tensor] | None:
+    def _get(self, ref: SampleRef, plan: StepPlan) -> Tensors | None:
         """One sample's features. None when the plan no longer counts."""
         if ref.contract_hash != self._contract_hash:
             raise ContractError(
@@ -202,7 +206,7 @@ class Loader:
         )
 
 
-def _check_length(ref: SampleRef, features: dict[str, torch.Tensor]) -> None:
+def _check_length(ref: SampleRef, features: Tensors) -> None:
     for name, tensor in features.items():
         if tensor.shape[0] != ref.num_tokens:
             raise FeatureLostError(

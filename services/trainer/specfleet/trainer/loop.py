@@ -1,65 +1,77 @@
-"""The training loop of one rank: agree on the next window, train it, acknowledge it, checkpoint when due."""
+"""The loop of one rank: agree on the next window, do its work, acknowledge it, save when due."""
 
 import hashlib
 import math
-import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import structlog
 
-from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ContractError
 from specfleet.contracts.ids import sample_id
-from specfleet.trainer.checkpoint import CheckpointFolder, Facts, Saved
+from specfleet.trainer.checkpoint import Saved
 from specfleet.trainer.link import Link, LinkAbandoned
 from specfleet.trainer.loader import Loader, Stopwatch, Window
-from specfleet.trainer.metrics import MetricsFile, TensorBoard
-from specfleet.trainer.optim import MasterAdamW, learning_rate
 from specfleet.trainer.parallel import Ranks
-from specfleet.trainer.reduction import Sums, accumulate
+from specfleet.trainer.reduction import Sums
 from specfleet.trainer.stop import Stop
-from specfleet.trainer.strategies.base import Strategy
 from specfleet.wire.records_pb2 import StepPlan
 from specfleet.wire.trainer_pb2 import AckStepRequest, CommitCheckpointRequest, DetachRunRequest
 
 log = structlog.get_logger()
 
-Next = Literal["train", "end", "stop", "fenced"]
+Next = Literal["work", "end", "stop", "fenced"]
 
 
-class TrainLoop:
-    """Trains from `saved.step + 1` until the run ends, is stopped, or this generation is fenced."""
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place in one generation of a run: what every loop works with."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        facts: Facts,
-        strategy: Strategy,
-        optimizer: MasterAdamW,
-        ranks: Ranks,
-        *,
-        link: Link,
-        loader: Loader,
-        folder: CheckpointFolder,
-        stop: Stop,
-        saved: Saved,
-        total_steps: int,
-        trackers: list[MetricsFile | TensorBoard],
-    ) -> None:
-        self._config = config
-        self._facts = facts
-        self._strategy = strategy
-        self._optimizer = optimizer
-        self._ranks = ranks
-        self._link = link
-        self._loader = loader
-        self._folder = folder
-        self._stop = stop
-        self._saved = saved
-        self._total_steps = total_steps
-        self._trackers = trackers
-        self.step = saved.step
-        """The last step trained."""
+    run_id: str
+    generation: int
+    ranks: Ranks
+    link: Link
+    loader: Loader
+    stop: Stop
+    saved: Saved
+    """Where the generation starts from."""
+
+
+class WindowLoop(ABC):
+    """Goes from `saved.step + 1` until the run ends, is stopped, or this generation is fenced.
+
+    What is done with a window, and what makes it durable, is the subclass's: a draft is trained (training.py), or a
+    feature set recorded (recording.py).
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._run_id = seat.run_id
+        self._generation = seat.generation
+        self._ranks = seat.ranks
+        self._link = seat.link
+        self._loader = seat.loader
+        self._stop = seat.stop
+        self._saved = seat.saved
+        self.step = seat.saved.step
+        """The last step done."""
+
+    @abstractmethod
+    def _work(self, window: Window, wait_s: float, watch: Stopwatch) -> None:
+        """Does step `self.step + 1` and calls `_done` when it is done."""
+
+    @abstractmethod
+    def _due(self) -> bool:
+        """Whether to save after the step that was just done."""
+
+    @abstractmethod
+    def _write(self) -> Saved:
+        """Makes everything up to `self.step` durable. Collective."""
+
+    def _finish(self) -> bool:
+        """Every window is done; what is left before the final save. False: leave without it."""
+        return True
 
     def run(self) -> str:
         """Returns why it left: `end`, `stop` or `fenced`."""
@@ -68,8 +80,8 @@ class TrainLoop:
             verdict, window, reason = self._agree()
             if window is None:
                 return self._leave(verdict, reason)
-            self._train(window, wait_s=watch.lap(), watch=watch)
-            if self.step % self._config.checkpoint.every_steps == 0 and not self._save(final=False):
+            self._work(window, wait_s=watch.lap(), watch=watch)
+            if self._due() and not self._save(final=False):
                 return self._leave("fenced" if self._link.fenced else "stop", self._stop.reason)
 
     def _agree(self) -> tuple[Next, Window | None, str]:
@@ -97,12 +109,12 @@ class TrainLoop:
                     "SF-TRAIN-PLAN-SPLIT",
                     f"step {self.step + 1} revision {newest}: some ranks got a window, some the end of the run: {told}",
                 )
-            return ("end", None, "") if states == {"end"} else ("train", found, "")  # type: ignore[return-value]
+            return ("end", None, "") if states == {"end"} else ("work", found, "")  # type: ignore[return-value]
 
     def _fact(self, found: Window | StepPlan | None) -> dict[str, Any]:
         match found:
             case Window(plan=plan):
-                return {"state": "train", "revision": plan.revision, "reason": ""}
+                return {"state": "work", "revision": plan.revision, "reason": ""}
             case StepPlan(kind=StepPlan.KIND_END):
                 return {"state": "end", "revision": found.revision, "reason": ""}
             case StepPlan():
@@ -115,44 +127,12 @@ class TrainLoop:
         self._link.check()
         return self._stop.requested or self._link.fenced
 
-    def _train(self, window: Window, wait_s: float, watch: Stopwatch) -> None:
-        step = self.step + 1
-        self._strategy.begin_step(step)
-        share = accumulate(self._strategy, window.batches, self._optimizer, self._ranks)
-        trainer = self._config.trainer
-        lr = learning_rate(
-            step - 1,
-            peak=trainer.lr,
-            total=self._total_steps,
-            warmup_ratio=trainer.warmup_ratio,
-            schedule=trainer.lr_schedule,
-        )
-        norm = self._optimizer.step(lr, self._ranks)
-        # Only now the host waits for the device, once per step: an ack says that the step is done.
-        sums, grad_norm = share.read(), float(norm)
-        sums.num_samples = sum(len(micro_batch.samples) for micro_batch in window.plan.micro_batches)
-        if not math.isfinite(grad_norm):
-            log.error("gradient is not finite; weights left as they were", step=step, grad_norm=grad_norm)
+    def _done(self, step: int) -> None:
         self.step = step
         self._loader.trained(step)
-        total = Sums.total(self._ranks.gather(sums.fact()))
-        step_s = watch.lap()
-        metrics = self._metrics(total, grad_norm, lr)
-        self._link.ack(self._ack(window.plan, sums, metrics if self._ranks.leads else {}, step_s, wait_s))
-        if self._ranks.leads:
-            self._record(window.plan, metrics, total, step_s, wait_s)
 
-    def _metrics(self, total: Sums, grad_norm: float, lr: float) -> dict[str, float]:
-        metrics = {"loss": total.pairs.get("loss", (0.0, 0.0))[0], "grad_norm": grad_norm, "lr": lr}
-        for name, (numerator, denominator) in total.pairs.items():
-            if name != "loss" and denominator > 0:
-                metrics[name] = numerator / denominator
-        return metrics
-
-    def _ack(
-        self, plan: StepPlan, sums: Sums, metrics: dict[str, float], step_s: float, wait_s: float
-    ) -> AckStepRequest:
-        return AckStepRequest(
+    def _ack(self, plan: StepPlan, sums: Sums, metrics: Mapping[str, float], step_s: float, wait_s: float) -> None:
+        request = AckStepRequest(
             run_id=plan.run_id,
             generation=plan.generation,
             step=plan.step,
@@ -166,32 +146,13 @@ class TrainLoop:
             step_s=step_s,
             wait_s=wait_s,
         )
-
-    def _record(self, plan: StepPlan, metrics: dict[str, float], total: Sums, step_s: float, wait_s: float) -> None:
-        line = {
-            "step": plan.step,
-            "epoch": plan.epoch,
-            **{name: value if math.isfinite(value) else None for name, value in metrics.items()},
-            "samples": total.num_samples,
-            "tokens": total.num_tokens,
-            "loss_tokens": total.num_loss_tokens,
-            "tokens_per_s": round(total.num_tokens / max(1e-9, step_s + wait_s), 3),
-            "wait_s": round(wait_s, 6),
-            "step_s": round(step_s, 6),
-            "time": time.time(),
-        }
-        for tracker in self._trackers:
-            tracker.write(line)
-        if plan.step % self._config.tracking.log_every == 0:
-            log.info("trained", of=self._total_steps, **line)
+        self._link.ack(request)
 
     def _save(self, final: bool) -> bool:
-        """Writes and commits a checkpoint of the current step. False when the ledger did not take it: leave."""
+        """Writes and commits the current step. False when the ledger did not take it: leave."""
         if self._saved.step != self.step or not self._saved.digest:
             # The acks of this step travel while the files are written.
-            self._saved = self._folder.save(self.step, self._facts, self._strategy.draft, self._optimizer, self._ranks)
-        for tracker in self._trackers:
-            tracker.sync()
+            self._saved = self._write()
         # The ledger settles up to a trained step only, and a step is trained when every rank's ack is in.
         acked = self._link.flush(self._give_up)
         if not all(fact["acked"] for fact in self._ranks.gather({"acked": acked})):
@@ -199,15 +160,13 @@ class TrainLoop:
         committed = False
         if self._ranks.leads:
             committed = self._commit(final)
-        committed = bool(self._ranks.gather({"committed": committed})[0]["committed"])
-        if committed and self._ranks.leads:
-            self._folder.rotate(self._config.checkpoint.keep, self.step)
-        return committed
+        return bool(self._ranks.gather({"committed": committed})[0]["committed"])
 
     def _commit(self, final: bool) -> bool:
+        """Rank 0 only. False when the ledger did not take it."""
         request = CommitCheckpointRequest(
-            run_id=self._facts.run_id,
-            generation=self._facts.generation,
+            run_id=self._run_id,
+            generation=self._generation,
             step=self.step,
             uri=self._saved.uri,
             digest=self._saved.digest,
@@ -227,14 +186,15 @@ class TrainLoop:
     def _leave(self, verdict: Next, reason: str) -> str:
         log.info("leaving", verdict=verdict, reason=reason, step=self.step)
         if verdict == "end":
-            self._save(final=True)
+            if self._finish():
+                self._save(final=True)
         elif verdict == "stop":
             # Another rank's reason to leave is this rank's too, with the same patience.
             self._stop.request(reason or "stop")
             if self.step > self._saved.step:
                 self._save(final=False)
             detach = DetachRunRequest(
-                run_id=self._facts.run_id, generation=self._facts.generation, rank=self._ranks.rank, reason=reason
+                run_id=self._run_id, generation=self._generation, rank=self._ranks.rank, reason=reason
             )
             if not self._link.fenced:
                 self._link.detach(detach, self._give_up)

@@ -18,20 +18,23 @@ from specfleet.contracts.errors import ContractError
 from specfleet.contracts.ids import steps_subject
 from specfleet.data.prompt_set import PromptSet
 from specfleet.features.source import FeatureSetSource, is_features_url
+from specfleet.features.writer import FeatureSetWriter
 from specfleet.store.base import FeatureSource
 from specfleet.store.factory import open_store
 from specfleet.trainer.checkpoint import CheckpointFolder, Facts, Saved, restore
 from specfleet.trainer.device import DTYPES, pick_device
 from specfleet.trainer.link import Link, LinkAbandoned
-from specfleet.trainer.loader import Loader
-from specfleet.trainer.loop import TrainLoop
+from specfleet.trainer.loader import Collate, Loader
+from specfleet.trainer.loop import Seat
 from specfleet.trainer.metrics import FILE as METRICS_FILE
 from specfleet.trainer.metrics import MetricsFile, TensorBoard
 from specfleet.trainer.optim import MasterAdamW
 from specfleet.trainer.parallel import Ranks
 from specfleet.trainer.plans import PlanBook
+from specfleet.trainer.recording import RecordLoop, sole
 from specfleet.trainer.stop import Stop
 from specfleet.trainer.strategies.base import Strategy
+from specfleet.trainer.training import TrainLoop
 from specfleet.wire.trainer_pb2 import JoinRunRequest, JoinRunResponse, Launch
 
 log = structlog.get_logger()
@@ -65,7 +68,7 @@ class Session:
         self._stop = Stop()
 
     def run(self, rank: int, world: int, parent_pid: int) -> str:
-        """Joins, trains, leaves. Returns the loop's outcome, or `stop` when told to leave before it began."""
+        """Joins, trains or records, leaves. Returns the loop's outcome, or `stop` when told to leave before it began."""
         self._stop.on_signals()
         self._stop.watch_parent(parent_pid)
         if self._config.trainer.num_threads:
@@ -83,9 +86,13 @@ class Session:
             except LinkAbandoned:
                 return "stop"
             log.info("joined", generation=joined.generation, restored_step=joined.restored_step, device=str(device))
-            return self._train(joined, ranks, device, cleanup)
+            if self._config.records:
+                return self._record_loop(joined, ranks, cleanup).run()
+            return self._train_loop(joined, ranks, device, cleanup).run()
 
-    def _train(self, joined: JoinRunResponse, ranks: Ranks, device: torch.device, cleanup: contextlib.ExitStack) -> str:
+    def _train_loop(
+        self, joined: JoinRunResponse, ranks: Ranks, device: torch.device, cleanup: contextlib.ExitStack
+    ) -> TrainLoop:
         prompt_set = PromptSet.open(Path(self._launch.prompt_set_uri))
         strategy = self._strategy(joined, prompt_set, device)
         facts = Facts(
@@ -112,11 +119,38 @@ class Session:
                     "SF-CHECKPOINT-STEP",
                     f"{directory} holds step {saved.step}, the ledger restores step {joined.restored_step}",
                 )
+        seat = self._seat(joined, ranks, saved, strategy.collate, cleanup)
+        trackers = self._trackers(saved.step) if ranks.leads else []
+        for tracker in trackers:
+            cleanup.callback(tracker.close)
+        return TrainLoop(
+            seat,
+            self._config,
+            facts,
+            strategy,
+            optimizer,
+            folder=folder,
+            total_steps=joined.total_steps,
+            trackers=trackers,
+        )
+
+    def _record_loop(self, joined: JoinRunResponse, ranks: Ranks, cleanup: contextlib.ExitStack) -> RecordLoop:
+        prompt_set = PromptSet.open(Path(self._launch.prompt_set_uri))
+        directory = Path(self._config.record.directory)
+        writer = FeatureSetWriter.open(directory, joined.contract, prompt_set, shard_bytes=0)
+        cleanup.callback(writer.close)
+        saved = Saved(joined.restored_step, joined.checkpoint_uri, joined.checkpoint_digest)
+        return RecordLoop(self._seat(joined, ranks, saved, sole, cleanup), self._config, writer)
+
+    def _seat(
+        self, joined: JoinRunResponse, ranks: Ranks, saved: Saved, collate: Collate, cleanup: contextlib.ExitStack
+    ) -> Seat:
+        """With the loader running and following this rank's plans."""
         store = self._open_source(joined)
         cleanup.callback(store.close)
         loader = Loader(
             store,
-            strategy,
+            collate,
             PlanBook(self._launch.run_id, joined.generation, saved.step + 1),
             contract_hash=contract_hash(joined.contract),
             prefetch=self._config.trainer.prefetch,
@@ -126,23 +160,7 @@ class Session:
         loader.start()
         subject = joined.steps_subject or steps_subject(self._launch.run_id, joined.generation, ranks.rank)
         self._link.follow(subject, loader.offer)
-        trackers = self._trackers(saved.step) if ranks.leads else []
-        for tracker in trackers:
-            cleanup.callback(tracker.close)
-        return TrainLoop(
-            self._config,
-            facts,
-            strategy,
-            optimizer,
-            ranks,
-            link=self._link,
-            loader=loader,
-            folder=folder,
-            stop=self._stop,
-            saved=saved,
-            total_steps=joined.total_steps,
-            trackers=trackers,
-        ).run()
+        return Seat(self._launch.run_id, joined.generation, ranks, self._link, loader, self._stop, saved)
 
     def _strategy(self, joined: JoinRunResponse, prompt_set: PromptSet, device: torch.device) -> Strategy:
         from specfleet.trainer.strategies.table import build_strategy

@@ -9,6 +9,7 @@ from types import FrameType
 # After a request to leave, a rank that cannot reach the coordinator or its peers gives up within this time.
 STOP_GRACE_S = 45.0
 _PARENT_POLL_S = 1.0
+_REQUEST_POLL_S = 0.2
 
 
 class Stop:
@@ -31,6 +32,13 @@ class Stop:
         if not self.reason:
             self._deadline = time.monotonic() + grace_s
             self.reason = reason
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for a request; whether there is one."""
+        deadline = time.monotonic() + timeout_s
+        while not self.requested and time.monotonic() < deadline:
+            time.sleep(_REQUEST_POLL_S)
+        return self.requested
 
     def on_signals(self) -> None:
         """SIGTERM and SIGINT request a stop. Main thread only."""

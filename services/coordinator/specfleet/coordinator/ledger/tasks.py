@@ -1,7 +1,7 @@
 """A task's life before it is captured: ingested, dispatched, claimed, and every way back to READY."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,19 @@ CLEARED: Mapping[str, Any] = {
     "reserved_bytes": None, "dispatched_ms": None, "lease_ms": None, "worker": None, "arrived_us": None
 }  # fmt: skip
 
+_RECORDED = "recorded by an earlier run"
 
-def ingest(conn: Connection, facts: RunFacts, prompts: Sequence[tuple[int, int, int]], first_seq: int) -> int:
+
+def ingest(
+    conn: Connection,
+    facts: RunFacts,
+    prompts: Sequence[tuple[int, int, int]],
+    first_seq: int,
+    recorded: Container[int] = frozenset(),
+) -> int:
     """Adds tasks (epoch, prompt_index, num_tokens) at positions first_seq, …; returns the new cursor.
 
+    recorded: prompts that the feature set of a recording run has already; their tasks are SKIPPED at once.
     Does nothing when the cursor is elsewhere: another call was faster.
     """
     cursor = conn.execute(select(runs.c.ingested).where(runs.c.id == facts.run)).scalar_one()
@@ -39,6 +48,8 @@ def ingest(conn: Connection, facts: RunFacts, prompts: Sequence[tuple[int, int, 
     rows = [(facts.run, first_seq + i, *prompt) for i, prompt in enumerate(prompts)]
     hot.insert_many(conn, "tasks", "run, seq, epoch, prompt_index, num_tokens", rows)
     count(conn, facts.run, Counter((epoch, str(TaskState.READY)) for epoch, _, _ in prompts))
+    known = load_by_prompt(conn, facts.run, [(epoch, index) for epoch, index, _ in prompts if index in recorded])
+    move(conn, list(known.values()), TaskState.SKIPPED, _RECORDED, reason=_RECORDED)
     cursor = first_seq + len(prompts)
     conn.execute(update(runs).where(runs.c.id == facts.run).values(ingested=cursor))
     return cursor

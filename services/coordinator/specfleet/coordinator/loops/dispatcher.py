@@ -47,9 +47,18 @@ class Dispatcher:
     async def _prepare(self, row: run_rows.RunRow) -> bool:
         """Ingests tasks when they run low, binds the run to a pool, checks that a window fits. False: no dispatch now."""
         facts = self._hub.facts(row)
-        await self._ingest(facts)
+        try:
+            recorded = await self._hub.features.recorded(facts)
+            if facts.offline:
+                await self._hub.features.open(row.store)
+        except SpecfleetError as error:
+            # A run whose feature set cannot be read waits for its user.
+            message = str(error)
+            await self._hub.ledger.write(lambda conn: self._hub.pause(conn, row, message))
+            return False
+        await self._ingest(facts, recorded)
         if facts.offline:
-            return await self._opens(facts, row)
+            return True
         store = row.store if row.store in self._hub.pools else self._largest_pool()
         if not store:
             return False
@@ -60,16 +69,6 @@ class Dispatcher:
     def _largest_pool(self) -> str:
         pools = sorted(self._hub.pools.values(), key=lambda pool: (pool.capacity_bytes, pool.name))
         return pools[-1].name if pools else ""
-
-    async def _opens(self, facts: RunFacts, row: run_rows.RunRow) -> bool:
-        """Whether the feature set of an offline run can be read; a run whose set cannot waits for its user."""
-        try:
-            await self._hub.features.open(row.store)
-        except SpecfleetError as error:
-            message = str(error)
-            await self._hub.ledger.write(lambda conn: self._hub.pause(conn, row, message))
-            return False
-        return True
 
     async def _fits(self, facts: RunFacts, row: run_rows.RunRow, store: str) -> bool:
         marks = self._hub.marks(facts, store)
@@ -93,7 +92,7 @@ class Dispatcher:
             return False
         return True
 
-    async def _ingest(self, facts: RunFacts) -> None:
+    async def _ingest(self, facts: RunFacts, recorded: frozenset[int]) -> None:
         def state(conn: Connection) -> tuple[int, int]:
             fresh = select(func.count()).where(
                 tasks.c.run == facts.run, tasks.c.state == str(TaskState.READY), tasks.c.dispatched_ms.is_(None)
@@ -103,7 +102,10 @@ class Dispatcher:
         cursor, waiting = await self._hub.ledger.read(state)
         if cursor < facts.num_tasks and waiting < INGEST_CHUNK // 2:
             prompts = await self._hub.prompts.tasks(facts, cursor, INGEST_CHUNK)
-            await self._hub.ledger.write(lambda conn: task_rows.ingest(conn, facts, prompts, cursor))
+            await self._hub.ledger.write(lambda conn: task_rows.ingest(conn, facts, prompts, cursor, recorded))
+            if recorded:
+                # Perhaps none of them is left to dispatch.
+                self._hub.dispatch.set()
 
     async def _turn(self, facts: RunFacts, row: run_rows.RunRow) -> int:
         features = await self._hub.features.open(row.store) if facts.offline else None
