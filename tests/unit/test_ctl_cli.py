@@ -130,6 +130,21 @@ def test_wrong_options_are_usage_errors(tmp_path: Path) -> None:
     assert specctl("frobnicate", cwd=tmp_path).returncode == 2
 
 
+def test_regeneration_says_what_it_needs(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from specfleet.ctl.app import app
+
+    command = ["data", "regenerate", "chats.jsonl", "--out", str(tmp_path / "out.jsonl")]
+    nobody = CliRunner().invoke(app, command)
+    assert nobody.exit_code == 2
+    assert "Give --endpoint URL, --target DIR or both" in nobody.output
+    for wrong in ("{enable_thinking}", "[1]"):
+        bad = CliRunner().invoke(app, [*command, "--endpoint", "http://127.0.0.1:1", "--template-kwargs", wrong])
+        assert bad.exit_code == 2
+        assert "--template-kwargs" in bad.output
+
+
 def test_a_bad_sample_id_is_explained(tmp_path: Path) -> None:
     done = specctl("sample", "explain", "nonsense", "--coordinator", "127.0.0.1:1", cwd=tmp_path)
     assert done.returncode == 2

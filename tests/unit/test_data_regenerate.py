@@ -14,7 +14,7 @@ from fixtures.chat_server import ChatServer, Trouble, answer_to
 from specfleet.contracts.errors import ConfigError, DataError, HostError
 from specfleet.data.prepare import prepare_prompt_set
 from specfleet.data.regenerate.endpoint import Endpoint, Patience
-from specfleet.data.regenerate.engines import Answer, OpenAIEngine, Sampling
+from specfleet.data.regenerate.engines import Answer, OpenAIEngine, Sampling, SglangEngine
 from specfleet.data.regenerate.output import OutputFile
 from specfleet.data.regenerate.run import Regenerated, regenerate
 from specfleet.data.render import ChatRenderer
@@ -223,6 +223,26 @@ async def test_an_endpoint_that_is_gone_ends_the_run_and_keeps_the_rows(tmp_path
     with pytest.raises(HostError) as error:
         await run(server, tmp_path / "chats.jsonl", tmp_path / "out.jsonl")
     assert server.url in error.value.message
+
+
+async def test_a_missing_key_is_told_at_once(tmp_path: Path) -> None:
+    async def locked(text: str, attempt: int, request: web.Request) -> web.Response | None:
+        return (
+            None if request.headers.get("Authorization") == "Bearer secret" else web.Response(status=401, text="who?")
+        )
+
+    chats = write_chats(tmp_path / "chats.jsonl", 1)
+    async with ChatServer(locked) as server:
+        with pytest.raises(HostError) as error:
+            await run(server, chats, tmp_path / "out.jsonl")
+        assert "401: who?. Give --api-key" in error.value.message
+        assert len(server.bodies) == 1
+        async with Endpoint(server.url, HASTY, api_key="secret") as endpoint:
+            engine = await OpenAIEngine.connect(endpoint, "tester", Sampling())
+            assert (await regenerate([chats], engine, Sampling(), tmp_path / "out.jsonl")).rows == 1
+            with pytest.raises(ConfigError) as other:
+                await SglangEngine.connect(endpoint, tmp_path, "", Sampling())
+    assert other.value.code == "SF-REGEN-ENGINE"
 
 
 async def test_outputs_are_not_mixed(tmp_path: Path, undisturbed: bytes) -> None:

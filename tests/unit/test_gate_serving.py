@@ -8,6 +8,7 @@ import pytest
 from fixtures.blocks import tiny_dflash
 from fixtures.gate_case import GateCase, make_gate_case
 
+from specfleet.contracts.errors import HostError
 from specfleet.drafts.acceptance import TextRow
 from specfleet.drafts.decode import decode_greedy
 from specfleet.drafts.export import load_export
@@ -90,3 +91,19 @@ def test_what_the_engine_does_not_serve_is_not_passed(case: GateCase, tmp_path: 
     assert served["result"] == "SKIP"
     assert "not served by SGLang 0.5.14" in served["detail"]
     assert report["served"] == {"not_served": served["detail"]}
+
+
+def test_a_server_that_cannot_start_is_no_verdict(case: GateCase, tmp_path: Path) -> None:
+    request = StartGateRequest(
+        export_dir=str(exported(case, tmp_path / "export", "sglang")), target=str(case.target),
+        eval_set_uri=str(case.eval_set), num_draft_tokens=3, max_rows_per_source=1, dtype="float32",
+        output_dir=str(tmp_path / "gate"), serve_engine="sglang",
+    )  # fmt: skip
+    stages: list[str] = []
+    for python, code in (("/nowhere/python", "SF-SGLANG-PYTHON"), ("/bin/false", "SF-SGLANG-START")):
+        with pytest.raises(HostError) as error:
+            evaluate(request, "cpu", lambda stage, *_: stages.append(stage), python)
+        assert error.value.code == code
+        if code == "SF-SGLANG-PYTHON":
+            assert stages == ["loading"], "a missing interpreter is told before the work"
+    assert not (tmp_path / "gate" / "report.json").exists()

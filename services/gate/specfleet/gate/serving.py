@@ -33,6 +33,8 @@ ROUNDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 _ROW_S = 600.0
 # On a CPU SGLang would take most of the memory for its cache.
 _CPU_POOL_TOKENS = 4096
+# SGLang refuses prompts within seven tokens of its context length.
+_HEADROOM = 8
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ async def serve(
     rows: Sequence[EvalRow], kind: str, serving: Serving, progress: Callable[[int, int], None]
 ) -> tuple[str, list[Served]]:
     """(version of SGLang, answers), one row at a time as the reference decodes. Raises HostError SF-SGLANG-START, EngineError."""
-    longest = max(row.text.prompt_tokens for row in rows) + serving.new_tokens + serving.depth
+    longest = max(row.text.prompt_tokens for row in rows) + serving.new_tokens + serving.depth + _HEADROOM
     on_cpu = serving.device == "cpu"
     options = ServerOptions(
         serving.target_dir,
         serving.device,
         serving.dtype,
-        context_length=longest + 1 if on_cpu else 0,
+        context_length=longest if on_cpu else 0,
         pool_tokens=max(_CPU_POOL_TOKENS, 2 * longest) if on_cpu else 0,
     )
     server = Server(serving.python, speculating(options, kind, serving.export_dir, serving.depth), serving.log_path)

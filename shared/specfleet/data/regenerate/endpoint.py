@@ -29,6 +29,14 @@ class Patience:
         return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * (0.5 + draw / 2)
 
 
+class _Refused(Exception):
+    """A status that no waiting changes."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text[:300]}")
+        self.status = status
+
+
 class Endpoint:
     """Use as an async context manager. api_key: sent as a bearer token when not empty."""
 
@@ -56,14 +64,20 @@ class Endpoint:
         """The document at a path; None when there is no such path. Raises HostError SF-REGEN-ENDPOINT."""
         try:
             return await self._ask("GET", path, None)
-        except RowRejected as refused:
-            if refused.detail.startswith(("404", "405")):
+        except _Refused as refused:
+            if refused.status in (404, 405):
                 return None
-            raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {refused.detail}") from refused
+            raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {refused}") from refused
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises RowRejected endpoint_refused when this request is at fault, HostError SF-REGEN-ENDPOINT when the engine is."""
-        return await self._ask("POST", path, body)
+        """Raises HostError SF-REGEN-ENDPOINT when the engine is at fault; when this request is, RowRejected: endpoint_refused,
+        or endpoint_failed where only its failures show it."""
+        try:
+            return await self._ask("POST", path, body)
+        except _Refused as refused:
+            if refused.status in (401, 403):
+                raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {refused}. Give --api-key") from refused
+            raise RowRejected("endpoint_refused", str(refused)) from refused
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         before = self._successes
@@ -75,11 +89,9 @@ class Endpoint:
                 if response.status == 200:
                     self._successes += 1
                     return _document(text)
-                failure = f"{response.status}: {text[:300]}"
-                if response.status in (401, 403):
-                    raise HostError("SF-REGEN-ENDPOINT", f"{self.url}{path} answers {failure}. Give --api-key")
                 if response.status not in _PASSING:
-                    raise RowRejected("endpoint_refused", failure)
+                    raise _Refused(response.status, text)
+                failure = f"{response.status}: {text[:300]}"
                 asked_s = _seconds(response.headers.get("Retry-After", ""))
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = f"{type(error).__name__}: {error}"

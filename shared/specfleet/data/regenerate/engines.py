@@ -62,7 +62,7 @@ class SglangEngine:
     @classmethod
     async def connect(cls, endpoint: Endpoint, target: str | Path, model: str, sampling: Sampling) -> "SglangEngine":
         """Raises ConfigError SF-REGEN-ENGINE (not SGLang), ContractError SF-REGEN-TARGET (another tokenizer), SF-TARGET-*."""
-        info = await endpoint.get("/get_model_info")
+        info = await endpoint.get("/model_info")
         if info is None or "model_path" not in info:
             raise ConfigError(
                 "SF-REGEN-ENGINE",
