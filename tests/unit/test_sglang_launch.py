@@ -1,5 +1,6 @@
 """SGLang servers: command lines from facts, the interpreter, starts that fail; and what requests and answers mean."""
 
+import asyncio
 import base64
 import os
 from collections.abc import AsyncIterator
@@ -16,7 +17,14 @@ from specfleet.capture.engines.serving import CPU_POOL_TOKENS, kv_bytes_per_toke
 from specfleet.capture.engines.table import EngineOptions
 from specfleet.capture.sglang_plugin import ENVIRONMENT
 from specfleet.capture.sglang_plugin.settings import Settings
-from specfleet.contracts.errors import CaptureItemError, EngineError, HostError, StoreError, StoreFullError
+from specfleet.contracts.errors import (
+    CaptureItemError,
+    EngineError,
+    HostError,
+    StoreError,
+    StoreFullError,
+    UnreachableError,
+)
 from specfleet.contracts.ids import task_key
 from specfleet.sglang.client import SGLangClient
 from specfleet.sglang.launch import Server, ServerOptions, find_python, server_argv, server_env
@@ -129,13 +137,16 @@ STORED = {
 
 
 class Answering:
-    """A server whose next answer is `status` and `body`; it keeps the last request."""
+    """A server whose next answer is `status` and `body`, once `gate` is open; it keeps the last request."""
 
     def __init__(self) -> None:
         self.status, self.body, self.request = 200, {}, {}
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def generate(self, request: web.Request) -> web.Response:
         self.request = await request.json()
+        await self.gate.wait()
         return web.json_response(self.body, status=self.status)
 
 
@@ -192,3 +203,16 @@ async def test_errors_by_whom_they_cost(
     with pytest.raises(kind) as error:
         await capture(client, TASK, 10)
     assert type(error.value) is kind
+
+
+async def test_no_answer_in_time_and_no_server_are_told_apart(answering: tuple[Answering, SGLangClient]) -> None:
+    server, client = answering
+    server.gate.clear()
+    with pytest.raises(UnreachableError) as late:
+        await capture(client, TASK, 0.2)
+    server.gate.set()
+    async with SGLangClient(f"http://127.0.0.1:{free_port()}") as nobody:
+        with pytest.raises(UnreachableError) as absent:
+            await capture(nobody, TASK, 10)
+        assert not await nobody.ready()
+    assert (late.value.code, absent.value.code) == ("SF-SGLANG-TIMEOUT", "SF-SGLANG-UNREACHABLE")

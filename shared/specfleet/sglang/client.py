@@ -1,6 +1,5 @@
 """The HTTP side of one SGLang server: is it up, what does it serve, and any number of requests at a time."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -100,13 +99,13 @@ class SGLangClient:
                 if response.status == 200:
                     return await response.json(content_type=None)
                 text = (await response.text())[:500]
+        except (aiohttp.ClientError, ConnectionError) as error:  # not connecting in time is one of them
+            raise UnreachableError(
+                "SF-SGLANG-UNREACHABLE", f"{self.url}{path} gave no answer: {type(error).__name__}: {error}"
+            ) from error
         except TimeoutError as error:
             raise UnreachableError(
                 "SF-SGLANG-TIMEOUT", f"{self.url}{path} did not answer within {timeout_s:.0f} s"
-            ) from error
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise UnreachableError(
-                "SF-SGLANG-UNREACHABLE", f"{self.url}{path} gave no answer: {type(error).__name__}: {error}"
             ) from error
         if response.status == 400:
             raise RequestRefusedError("SF-SGLANG-REFUSED", f"{self.url}{path} refused the request: {text}")

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 REQUEST_S = 180.0
 # Between looks at servers that are not this worker's own.
 WATCH_S = 5.0
+# Unanswered looks in a row before a server counts as gone: a busy one may miss one. Broken requests tell sooner.
+MISSES = 3
 
 
 class Link:
@@ -38,7 +40,7 @@ class Link:
 
     def __init__(self, client: SGLangClient, probed: Probed) -> None:
         self.client, self.probed = client, probed
-        self.tokens = 0
+        self.tokens = self.misses = 0
 
 
 class SGLangEngine(ServingEngine):
@@ -146,7 +148,10 @@ class SGLangEngine(ServingEngine):
         try:
             found = await link.client.model_path()
         except (UnreachableError, EngineError) as error:
-            self._lose(error.message)
+            link.misses += 1
+            if link.misses == MISSES:
+                self._lose(error.message)
         else:
+            link.misses = 0
             if found != expected:
                 self._lose(f"{link.client.url} serves {found} now, not {expected}")
