@@ -92,10 +92,10 @@ def plan_of(args: argparse.Namespace, device: torch.device, target: Path) -> tup
         raise SystemExit(f"{len(train)} training rows do not fill one batch of {args.batch_size}: lower --batch-size")
     rows = chosen_rows(held_out, args.rows_per_source)
     recorder = Recorder(union_contract(target, args.batch_size), device.type, CAPTURE_TOKENS[device.type])
-    urls = [
+    train_url, held_out_url = (
         recorder.record(args.work / "features", prompts, wanted)
         for prompts, wanted in ((train, range(len(train))), (held_out, [row.index for row in rows]))
-    ]
+    )
     num_tokens = int(train.num_tokens.sum())
     steps = max(1, round(args.tokens * len(train) / num_tokens / args.batch_size))
     facts = {
@@ -107,7 +107,8 @@ def plan_of(args: argparse.Namespace, device: torch.device, target: Path) -> tup
         "capture_tokens_per_s": round(recorder.tokens / recorder.seconds) if recorder.tokens else None,
     }
     measured = tuple(row.index for row in rows)
-    return Plan(str(target), device.type, args.batch_size, steps, *urls, measured), facts, rows
+    plan = Plan(str(target), device.type, args.batch_size, steps, train_url, held_out_url, measured)
+    return plan, facts, rows
 
 
 def chosen_rows(prompts: PromptSet, per_source: int) -> list[Prompt]:

@@ -38,7 +38,7 @@ WARM_STEPS = 20
 # Training metrics are means over so many last steps, and are read from the device so often.
 WINDOW_STEPS = 50
 # Tokens (with padding) in one pass of the acceptance measurement.
-EVAL_TOKENS = {"cpu": 4096, "cuda": 32768}
+EVAL_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
 class RecordedTarget:
