@@ -16,6 +16,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 from specfleet.capture.sglang_plugin.admission import Admission
 from specfleet.capture.sglang_plugin.checks import capture_layers, check_options, check_request
-from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, FeatureTable, failure, parse, refused
+from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, FeatureTable, Origin, failure, parse, refused
 from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
@@ -95,7 +96,10 @@ class Hooks:
         if settings.layers:
             capture_layers(model, settings.layers, config.num_hidden_layers)
         self._table = feature_table(contract)
-        self._sink = Sink(open_store(settings.store), self._table, settings.layers, settings.store_full_s)
+        store = open_store(settings.store)
+        engine, plugin = (f"{name} {version(name)}" for name in ("sglang", "specfleet"))
+        origin = Origin(store.name, settings.layers, engine, plugin)
+        self._sink = Sink(store, self._table, origin, settings.store_full_s)
         log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
 
     # receive

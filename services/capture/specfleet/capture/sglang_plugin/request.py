@@ -3,8 +3,7 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specfleet.contracts.capture import DTYPE_BYTES
@@ -36,6 +35,16 @@ class CaptureRequest:
     @property
     def attempt(self) -> TaskAttempt:
         return parse_sample_id(self.sample)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every answer of a server says about where its features come from."""
+
+    store: str
+    layers: tuple[int, ...]
+    engine: str
+    plugin: str
 
 
 def parse(raw: Any, input_ids: Sequence[int], vocab_size: int, store: str, table: FeatureTable) -> CaptureRequest:
@@ -79,7 +88,7 @@ def failure(sample: str, error: SpecfleetError) -> dict[str, Any]:
 
 
 def success(
-    request: CaptureRequest, store: str, layers: Sequence[int], specs: Sequence[FeatureSpec], seconds: dict[str, float]
+    request: CaptureRequest, origin: Origin, specs: Sequence[FeatureSpec], seconds: dict[str, float]
 ) -> dict[str, Any]:
     features = {
         spec.name: {
@@ -94,11 +103,8 @@ def success(
     return {
         "ok": True,
         "sample": request.sample,
-        "store": store,
         "num_tokens": request.num_tokens,
-        "layers": list(layers),
-        "engine": f"sglang {version('sglang')}",
-        "plugin": f"specfleet {version('specfleet')}",
+        **asdict(origin),
         "features": features,
         "seconds": seconds,
     }

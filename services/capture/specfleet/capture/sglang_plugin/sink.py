@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specfleet.capture.sglang_plugin.request import CaptureRequest, FeatureTable, failure, success
+from specfleet.capture.sglang_plugin.request import CaptureRequest, FeatureTable, Origin, failure, success
 from specfleet.contracts.errors import CaptureItemError, HostError, SpecfleetError, StoreError, StoreFullError
 from specfleet.store.base import FeatureStore
 from specfleet.store.tensors import hash_seconds
@@ -73,9 +73,9 @@ class Span:
 
 
 class Sink:
-    def __init__(self, store: FeatureStore, table: FeatureTable, layers: Sequence[int], store_full_s: float) -> None:
+    def __init__(self, store: FeatureStore, table: FeatureTable, origin: Origin, store_full_s: float) -> None:
         self.store = store
-        self._table, self._layers, self._store_full_s = table, tuple(layers), store_full_s
+        self._table, self._origin, self._store_full_s = table, origin, store_full_s
         self._open: dict[str, Capture] = {}
         self._queue: SimpleQueue[Capture | None] = SimpleQueue()
         self._published: SimpleQueue[str] = SimpleQueue()
@@ -187,7 +187,7 @@ class Sink:
                 "hash": hash_s,
                 "put": put_s - hash_s,
             }
-            return success(request, self.store.name, self._layers, specs, seconds)
+            return success(request, self._origin, specs, seconds)
         except SpecfleetError as error:
             return failure(request.sample, error)
         except Exception as error:

@@ -1,0 +1,304 @@
+"""The parts of the SGLang plugin that need no SGLang: admission, requests, settings, the version table, the sink."""
+
+import base64
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specfleet.capture.sglang_plugin.admission import Admission
+from specfleet.capture.sglang_plugin.request import Origin, parse, refused
+from specfleet.capture.sglang_plugin.settings import Settings
+from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
+from specfleet.capture.sglang_plugin.versions import TESTED, Function, compare, functions_of, measure
+from specfleet.contracts.capture import feature_table
+from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError, StoreFullError
+from specfleet.contracts.ids import parse_sample_id
+from specfleet.store.memory import MemoryStore
+from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, SampleRef, TaskAttempt
+
+TABLE = feature_table(CaptureContract(layers=[0, 2], final_state="post_norm", dtype="float32", hidden_size=4))
+ORIGIN = Origin("pool", (0, 2), "sglang 0.5.14", "specfleet 0.1.0")
+SAMPLE = "run/e0000-p000000003/a2"
+
+
+# Admission
+
+
+@given(st.lists(st.tuples(st.integers(1, 120), st.booleans()), max_size=40), st.integers(1, 100))
+def test_everything_is_admitted_in_order_and_within_the_limit(steps: list[tuple[int, bool]], limit: int) -> None:
+    admission: Admission[int] = Admission(limit)
+    running: list[int] = []
+    admitted: list[int] = []
+
+    def admit() -> None:
+        for item in admission.admit():
+            running.append(item)
+            admitted.append(item)
+        # One that is larger than the limit runs alone.
+        assert admission.bytes_under_way <= limit or len(running) == 1
+
+    for number, (num_bytes, ends) in enumerate(steps):
+        admission.offer(str(number), num_bytes, number)
+        admit()
+        if ends and running:
+            admission.end(str(running.pop(0)))
+            admit()
+    while running:
+        admission.end(str(running.pop()))
+        admit()
+    assert admitted == list(range(len(steps)))
+    assert admission.bytes_under_way == admission.waiting == 0
+
+
+def test_aborted_items_give_their_room_back() -> None:
+    admission: Admission[str] = Admission(10)
+    for name in ("a1", "a2", "b1", "a3", "b2"):
+        admission.offer(name, 5, name.upper())
+    assert admission.admit() == ["A1", "A2"]
+    assert admission.abort(lambda name: name.startswith("a")) == ["A3"]
+    assert admission.bytes_under_way == 0
+    assert admission.admit() == ["B1", "B2"]
+    admission.end("never seen")
+    assert admission.bytes_under_way == 10
+
+
+# Requests
+
+
+def wish(**changes: Any) -> dict[str, Any]:
+    return {"sample": SAMPLE, "store": "pool", "loss_mask": base64.b64encode(b"\0\1\1").decode(), **changes}
+
+
+def test_a_request_knows_its_bytes_and_features_in_table_order() -> None:
+    request = parse(wish(features=["final_state", "input_ids"]), [5, 6, 7], 10, "pool", TABLE)
+    assert request.features == ("input_ids", "final_state")
+    assert request.num_bytes == 3 * (4 + 4 * 4)
+    assert request.attempt == parse_sample_id(SAMPLE)
+    assert request.loss_mask == b"\0\1\1"
+    assert parse(wish(), [5, 6, 7], 10, "pool", TABLE).features == tuple(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("raw", "ids", "code", "kind"),
+    [
+        ("text", [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        ({"sample": SAMPLE}, [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        (wish(keys={}), [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        (wish(sample="run/e0000-p000000003"), [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        (wish(sample=7), [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        (wish(loss_mask="?"), [1, 2, 3], "SF-SGLANG-REQUEST", "infra"),
+        (wish(store="other"), [1, 2, 3], "SF-STORE-WRONG-POOL", "infra"),
+        (wish(), [1, 2], "SF-CAPTURE-PROMPT", "sample"),
+        (wish(features=["logits"]), [1, 2, 3], "SF-CAPTURE-PROMPT", "sample"),
+        (wish(), [1, 10, 3], "SF-CAPTURE-TOKEN", "sample"),
+        (wish(), [1, -1, 3], "SF-CAPTURE-TOKEN", "sample"),
+    ],
+)
+def test_bad_requests_are_answered_not_captured(raw: Any, ids: list[int], code: str, kind: str) -> None:
+    with pytest.raises(SpecfleetError) as error:
+        parse(raw, ids, 10, "pool", TABLE)
+    assert error.value.code == code
+    answer = refused(raw, len(ids), error.value).failure
+    assert answer is not None
+    assert (answer["ok"], answer["code"], answer["kind"]) == (False, code, kind)
+
+
+# Settings
+
+
+def test_settings() -> None:
+    settings = Settings.parse(
+        '{"store": "memory://p", "layers": [1, 4], "extras": ["teacher_lse"], "dtype": "float16"}'
+    )
+    assert (settings.layers, settings.extras, settings.final_state) == ((1, 4), ("teacher_lse",), "post_norm")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "an object"),
+        ('{"layers": [1]}', "store"),
+        ('{"store": "memory://p", "layers": [1], "layer": 2}', "an object"),
+        ('{"store": "memory://p", "layers": [4, 1]}', "ascend"),
+        ('{"store": "memory://p", "layers": [-1]}', "layer numbers"),
+        ('{"store": "memory://p", "layers": [1], "dtype": "int8"}', "int8"),
+        ('{"store": "memory://p", "layers": [1], "final_state": "pre_norm"}', "pre_norm"),
+        ('{"store": "memory://p", "layers": [1], "extras": ["logits"]}', "logits"),
+        ('{"store": "memory://p", "layers": [1], "pending_bytes": 0}', "pending_bytes"),
+    ],
+)
+def test_settings_that_make_no_sense(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        Settings.parse(text)
+    assert error.value.code == "SF-SGLANG-SETTINGS"
+
+
+# The version table
+
+
+def test_a_changed_function_is_found(tmp_path: Path) -> None:
+    source = "class A:\n    x = 1\n\n    def f(self, n: int = 0):\n        return n\n"
+    (tmp_path / "m.py").write_text(source)
+    tested = measure(tmp_path, "m.py:A.f")
+    assert tested is not None
+    assert tested.parameters == "self, n: int=0"
+    assert tested.target == "sglang.srt.m.A.f"
+    (tmp_path / "m.py").write_text("# moved\n\n" + source + "\n\ndef g(): ...\n")
+    assert all(row.ok for row in compare(tmp_path, (tested,)))
+    for changed in (
+        source.replace("return n", "return n + 1"),
+        source.replace("= 0", "= 1"),
+        source.replace("f(", "h("),
+    ):
+        (tmp_path / "m.py").write_text(changed)
+        assert not any(row.ok for row in compare(tmp_path, (tested,)))
+    (row,) = compare(tmp_path, (Function("gone.py:f", "", "0"),))
+    assert row.found == "absent"
+
+
+def test_only_tested_versions() -> None:
+    assert functions_of("0.5.14") == TESTED["0.5.14"]
+    with pytest.raises(HostError) as error:
+        functions_of("0.5.15")
+    assert error.value.code == "SF-SGLANG-VERSION"
+
+
+# The sink
+
+
+class Pool(MemoryStore):
+    """Says when a put was refused."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__("pool", capacity_bytes)
+        self.refused = threading.Event()
+
+    def put(self, attempt: TaskAttempt, tensors: Mapping[str, torch.Tensor]) -> list[FeatureSpec]:
+        try:
+            return super().put(attempt, tensors)
+        except StoreFullError:
+            self.refused.set()
+            raise
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(4096)
+
+
+@pytest.fixture
+def sink(pool: Pool) -> Iterator[Sink]:
+    sink = Sink(pool, TABLE, ORIGIN, store_full_s=30.0)
+    yield sink
+    sink.close()
+
+
+def begin(sink: Sink, index: int, tokens: int) -> Capture:
+    raw = wish(sample=f"run/e0000-p{index:09d}/a1", loss_mask=base64.b64encode(bytes(tokens)).decode())
+    ids = list(range(tokens))
+    return sink.begin(f"r{index}", parse(raw, ids, 1000, "pool", TABLE), ids)
+
+
+def states(rows: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    aux, final = torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+    return {"aux_states": aux, "final_state": final, FINITE: torch.ones(rows, dtype=torch.bool)}
+
+
+def answer(sink: Sink, capture: Capture) -> dict[str, Any]:
+    """Waits for the sink's thread."""
+    while capture.answer is None:
+        assert sink._writer.is_alive()
+        sink._writer.join(0.005)
+    return capture.answer
+
+
+def read(pool: Pool, found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    features = [
+        FeatureSpec(
+            name=name, key=row["key"], dtype=row["dtype"], shape=row["shape"], num_bytes=row["bytes"], checksum=row["checksum"]
+        )
+        for name, row in found["features"].items()
+    ]  # fmt: skip
+    return pool.get(SampleRef(attempt=parse_sample_id(found["sample"]), store="pool", features=features))
+
+
+def test_chunks_of_two_prompts_in_shared_batches(sink: Sink, pool: Pool) -> None:
+    first, second = begin(sink, 1, 5), begin(sink, 2, 3)
+    one, two = states(4, seed=1), states(6, seed=2)
+    # Rows of others lie before, between and after.
+    sink.take([Span(first, 1, 0, 3)], one)
+    sink.take([Span(second, 0, 0, 3), Span(first, 4, 3, 2)], two)
+    for capture, aux in (
+        (first, torch.cat([one["aux_states"][1:4], two["aux_states"][4:6]])),
+        (second, two["aux_states"][:3]),
+    ):
+        found = answer(sink, capture)
+        assert found["ok"], found
+        assert found["num_tokens"] == len(aux)
+        assert found["layers"] == (0, 2)
+        assert set(found["seconds"]) == {"copy", "wait", "hash", "put"}
+        tensors = read(pool, found)
+        assert torch.equal(tensors["aux_states"], aux)
+        assert tensors["input_ids"].tolist() == list(range(len(aux)))
+    assert sorted(sink.published()) == ["r1", "r2"]
+    assert sink.published() == []
+
+
+def test_rows_that_were_not_computed_fail_the_capture(sink: Sink) -> None:
+    capture = begin(sink, 1, 5)
+    sink.take([Span(capture, 0, 2, 3)], states(3, seed=1))
+    assert not capture.complete
+    assert capture.failed is not None
+    assert capture.failed.code == "SF-SGLANG-SHORT"
+
+
+def test_nan_is_the_prompts_fault(sink: Sink, pool: Pool) -> None:
+    bad, good = begin(sink, 1, 2), begin(sink, 2, 2)
+    rows = states(4, seed=1)
+    rows[FINITE][1] = False
+    sink.take([Span(bad, 0, 0, 2), Span(good, 2, 0, 2)], rows)
+    found = answer(sink, bad)
+    assert (found["code"], found["kind"]) == ("SF-CAPTURE-NONFINITE", "sample")
+    assert "1 of 2 tokens" in found["message"]
+    assert answer(sink, good)["ok"]
+
+
+def test_a_full_pool_is_waited_for_but_not_for_the_abandoned(sink: Sink, pool: Pool) -> None:
+    filler = pool.put(parse_sample_id("run/e0001-p000000000/a1"), {"x": torch.zeros(4000, dtype=torch.uint8)})
+    abandoned, patient = begin(sink, 1, 4), begin(sink, 2, 4)
+    for capture in (abandoned, patient):
+        sink.take([Span(capture, 0, 0, 4)], states(4, seed=1))
+    assert pool.refused.wait(10)
+    assert abandoned.answer is None
+    sink.abandon(lambda name: name == "r1")
+    assert answer(sink, abandoned)["code"] == "SF-SGLANG-ABORTED"
+    assert patient.answer is None
+    pool.remove([filler[0].key])
+    assert answer(sink, patient)["ok"]
+
+
+def test_a_pool_that_stays_full_fails_the_capture() -> None:
+    pool = Pool(64)
+    sink = Sink(pool, TABLE, ORIGIN, store_full_s=0.0)
+    capture = begin(sink, 1, 4)
+    sink.take([Span(capture, 0, 0, 4)], states(4, seed=1))
+    found = answer(sink, capture)
+    assert (found["code"], found["kind"]) == ("SF-STORE-FULL", "infra")
+    sink.close()
+
+
+def test_an_attempt_is_stored_once(sink: Sink) -> None:
+    captures = [begin(sink, 1, 2), begin(sink, 1, 2)]
+    for capture in captures:
+        sink.take([Span(capture, 0, 0, 2)], states(2, seed=1))
+    first, second = (answer(sink, capture) for capture in captures)
+    assert first["ok"]
+    assert (second["code"], second["kind"]) == ("SF-STORE-KEY-EXISTS", "infra")
