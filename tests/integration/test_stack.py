@@ -134,6 +134,13 @@ def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path) -> None:
     assert specctl.json("gate", "show", gate["gate_id"])["report"] == gate["report"]
 
 
+def test_a_run_for_an_engine_that_nobody_has_says_so(specctl: Specctl, config: Path) -> None:
+    specctl.json("run", "submit", config.name, "--run-id", "other-engine", "-s", "capture.engine=sglang")
+    wanted = "no capture worker with engine sglang (capture.engine) yet, only hf"
+    specctl.wait_for(lambda: wanted in specctl.json("run", "show", "other-engine")["reason"])
+    specctl.json("run", "cancel", "other-engine")
+
+
 @pytest.mark.parametrize("victim", [COORDINATOR, CAPTURE, NATS])
 def test_a_killed_service_is_back_on_its_port(specctl: Specctl, victim: str) -> None:
     state = read_state(specctl.state_dir)
@@ -168,7 +175,7 @@ def test_a_killed_supervisor_takes_its_services_along_and_the_next_one_finds_the
     after = read_state(specctl.state_dir)
     assert after is not None
     assert after.ports == before.ports
-    assert {run["run_id"] for run in specctl.json("run", "list")["runs"]} == {"tiny"}
+    assert {run["run_id"] for run in specctl.json("run", "list")["runs"]} == {"tiny", "other-engine"}
 
 
 def test_down_stops_everything(specctl: Specctl) -> None:

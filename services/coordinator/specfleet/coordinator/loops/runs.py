@@ -1,5 +1,7 @@
 """The state of every run, derived from what is there: trainer, capture pool, the user's wish, the outbox."""
 
+from collections.abc import Sequence
+
 import structlog
 from sqlalchemy import Connection
 
@@ -68,9 +70,10 @@ class Runs:
         return self._hub.set_state(conn, row, state, reason) or evicted > 0
 
     def _wanted_state(self, conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> tuple[RunState, str]:
-        served = any(_able(worker, facts) for worker in fleet.live_workers(conn))
+        workers = fleet.live_workers(conn)
+        served = any(_able(worker, facts) for worker in workers)
         if row.generation == 0:
-            waits = [] if served or facts.offline else ["no capture worker yet"]
+            waits = [] if served or facts.offline else [_missing(workers, facts)]
             waits += [] if fleet.nodes(conn, run=row.id) else ["no trainer agent with free slots yet"]
             return RunState.PREPARING, "; ".join(waits) or "trainer and capture are loading"
         if not row.attached_world:
@@ -141,6 +144,15 @@ class Runs:
 
 def _able(worker: fleet.WorkerRow, facts: RunFacts) -> bool:
     return serves(worker, facts) and fleet.breaker(worker).state is not BreakerState.OPEN
+
+
+def _missing(workers: Sequence[fleet.WorkerRow], facts: RunFacts) -> str:
+    """What a run that no worker can serve waits for."""
+    engine = facts.contract.engine
+    others = sorted({worker.engine for worker in workers} - {engine})
+    if not others or any(worker.engine == engine for worker in workers):
+        return "no capture worker yet"
+    return f"no capture worker with engine {engine} (capture.engine) yet, only {', '.join(others)}"
 
 
 def observe(conn: Connection, facts: RunFacts, row: run_rows.RunRow) -> None:
