@@ -25,7 +25,8 @@ from specfleet.policies.order import epoch_order
 from specfleet.target.facts import build_contract, read_target_facts
 from specfleet.target.hf import HFTarget
 from specfleet.target.weights import load_embedding, load_raw_head
-from specfleet.trainer.device import DTYPES, page_locked
+from specfleet.trainer.device import DTYPES
+from specfleet.trainer.loader import page_locked
 from specfleet.trainer.optim import MasterAdamW, learning_rate
 from specfleet.trainer.parallel import Ranks
 from specfleet.trainer.reduction import Share, Sums, accumulate

@@ -1,7 +1,5 @@
 """Which device a rank computes on."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from specfleet.contracts.errors import HostError
@@ -23,13 +21,3 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-Collate = Callable[[Sequence[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
-
-
-def page_locked(collate: Collate, device: torch.device) -> Collate:
-    """For a GPU, a collate whose tensors are page-locked: copies to the device then wait for nothing, and nothing for them."""
-    if device.type != "cuda":
-        return collate
-    return lambda samples: {name: tensor.pin_memory() for name, tensor in collate(samples).items()}

@@ -215,6 +215,13 @@ def _check_length(ref: SampleRef, features: Tensors) -> None:
             )
 
 
+def page_locked(collate: Collate, device: torch.device) -> Collate:
+    """For a GPU, a collate whose tensors are page-locked: copies to the device then wait for nothing, and nothing for them."""
+    if device.type != "cuda":
+        return collate
+    return lambda samples: {name: tensor.pin_memory() for name, tensor in collate(samples).items()}
+
+
 class Stopwatch:
     """Seconds since the last lap, for wait_s and step_s."""
 

@@ -24,7 +24,7 @@ from specfleet.store.factory import open_store
 from specfleet.trainer.checkpoint import CheckpointFolder, Facts, Saved, restore
 from specfleet.trainer.device import DTYPES, pick_device
 from specfleet.trainer.link import Link, LinkAbandoned
-from specfleet.trainer.loader import Collate, Loader
+from specfleet.trainer.loader import Collate, Loader, page_locked
 from specfleet.trainer.loop import Seat
 from specfleet.trainer.metrics import FILE as METRICS_FILE
 from specfleet.trainer.metrics import MetricsFile, TensorBoard
@@ -119,7 +119,7 @@ class Session:
                     "SF-CHECKPOINT-STEP",
                     f"{directory} holds step {saved.step}, the ledger restores step {joined.restored_step}",
                 )
-        seat = self._seat(joined, ranks, saved, strategy.collate, cleanup)
+        seat = self._seat(joined, ranks, saved, page_locked(strategy.collate, device), cleanup)
         trackers = self._trackers(saved.step) if ranks.leads else []
         for tracker in trackers:
             cleanup.callback(tracker.close)
