@@ -19,7 +19,7 @@ specctl data capture recipes/smollm2-eagle3.yaml --out features/smollm2
 specctl run submit recipes/smollm2-eagle3.yaml -s data.source=features -s data.features=features/smollm2
 
 The recipe's model, data, capture and strategy sections say what is captured. A set that serves every strategy has all their
-layers and the final state: -s strategy.layers=[1,8,14,20,26] with eagle3, peagle or dspark.
+layers and the final state: -s strategy.layers=[1,8,14,20,26,27] with eagle3, peagle or dspark, for a target of 30 layers.
 
 The same command again records what is missing, whatever happened to the first one.
 """
