@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 CAPTURE_TOKENS = {"cpu": 4096, "cuda": 32768}
 # A case with a small target fits into this much of a GPU, logits of a whole step included.
 GIB_PER_JOB = 12
-# The host of a case is busy with one thread that launches and two that collate, the latter half of the time.
+# A case has one thread that launches, and three that collate a part of the time.
 CORES_PER_JOB = 2
 
 

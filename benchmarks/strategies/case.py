@@ -59,7 +59,7 @@ def reference(epoch: int, index: int) -> SampleRef:
 
 
 def ahead(
-    load: Callable[[int], dict[str, torch.Tensor]], count: int, threads: int = 2, depth: int = 6
+    load: Callable[[int], dict[str, torch.Tensor]], count: int, threads: int = 3, depth: int = 8
 ) -> Iterator[dict[str, torch.Tensor]]:
     """load(0), load(1), …, load(count − 1), computed up to `depth` ahead of the reader."""
     with ThreadPoolExecutor(threads) as pool:
