@@ -1,5 +1,6 @@
 """Capture through real SGLang servers on a CPU: exact tensors, and every way a server can be lost or wrong."""
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from fixtures.capture_rig import Rig
 from fixtures.capture_site import LAYERS, CaptureSite, contract_of, prompts
 from fixtures.cutter import Cutter
 from fixtures.fake_capture_control import FakeCaptureControl
-from fixtures.net import NatsServer
+from fixtures.net import NatsServer, free_port
 from fixtures.tiny import make_tiny_target
 from transformers import AutoModelForCausalLM
 
@@ -238,4 +239,24 @@ async def test_keys_are_written_once(server: Server, store_url: str, tiny_target
     with pytest.raises(EngineError, match="written once"):
         await engine.capture(task)
     await engine.close()
+    store.close()
+
+
+@attached
+async def test_a_server_that_was_away_is_taken_in_when_it_answers(
+    server: Server, store_url: str, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfleet.capture.engines.sglang.WATCH_S", 0.1)
+    contract, store, port = contract_of(tiny_target, "sglang"), open_store(store_url), free_port()
+    load = engine_loader(EngineOptions("sglang", servers=(server.url, f"http://127.0.0.1:{port}")))
+    one = await load(contract, store)
+    assert isinstance(one, SGLangEngine)
+    async with Cutter(server.url, port):
+        await asyncio.wait_for(one.lost.wait(), 20)
+        both = await load(contract, store)
+        assert isinstance(both, SGLangEngine)
+        assert both.most_tokens == 2 * one.most_tokens
+        assert not both.lost.is_set()
+        await both.close()
+    await one.close()
     store.close()

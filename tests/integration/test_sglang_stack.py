@@ -78,3 +78,8 @@ def test_a_run_survives_the_death_of_its_server(specctl: Specctl, config: Path) 
     assert worker["labels"]["engine_version"].startswith("sglang 0.5.14 float32 tp 1 + specfleet ")
     export = specctl.json("export", "served", "--layout", "sglang")
     assert (Path(export["output_dir"]) / "model.safetensors").exists()
+
+    second = server_pid(specctl)
+    assert second != first
+    specctl("down")
+    assert not psutil.pid_exists(second)

@@ -151,6 +151,17 @@ async def test_a_full_pool_is_waited_for(rig: Rig, engines: list[StoringEngine])
     assert engines[0].full_answers == 0
 
 
+async def test_what_a_revoked_attempt_stored_is_announced_to_be_deleted(rig: Rig, engines: list[StoringEngine]) -> None:
+    rig.gated = True
+    name = await rig.send(0, [1, 2])
+    rig.start()
+    await rig.control.until(lambda: bool(engines) and bool(engines[0].under_way))
+    rig.control.revoke = [name]
+    await rig.control.until(lambda: not rig.control.heartbeats[-1].claims)
+    engines[0].gate.set()
+    assert list(await rig.refs(1)) == [name]
+
+
 async def test_a_lost_engine_is_loaded_anew(
     rig: Rig, engines: list[StoringEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

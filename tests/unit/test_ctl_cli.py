@@ -160,6 +160,15 @@ def test_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
+def test_a_stack_without_sglang_is_refused_before_it_starts(tmp_path: Path) -> None:
+    done = specctl(
+        "up", "--store", "directory", "--engine", "sglang", cwd=tmp_path, SPECFLEET_SGLANG_PYTHON="/nowhere/python"
+    )
+    assert done.returncode == 3
+    assert "[SF-SGLANG-PYTHON]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
     done = specctl("doctor", "--store", "directory", "--json", cwd=tmp_path)
     document = json.loads(done.stdout)

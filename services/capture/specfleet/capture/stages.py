@@ -205,10 +205,8 @@ class ServingStage(Stage):
             return
         seconds = time.perf_counter() - started
         metrics.REQUEST_SECONDS.observe(seconds)
-        if work.revoked:
-            await self._ends.forget(work)
-        else:
-            await self._ends.announce(work, specs, seconds)
+        # Revoked or not: the objects exist, and the coordinator deletes those of an attempt that no longer counts.
+        await self._ends.announce(work, specs, seconds)
 
     async def _capture(self, work: Work) -> list[FeatureSpec] | None:
         """None when the attempt ended some other way."""
