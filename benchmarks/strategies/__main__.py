@@ -1,7 +1,7 @@
 """Acceptance length of every strategy on one target after the same number of training tokens, beside an n-gram baseline.
 
     make bench-strategies DATA=conversations.jsonl.gz                    (or: python -m benchmarks.strategies --data …)
-    python -m benchmarks.strategies --device cpu --samples 24 --tokens 3000 --batch-size 4 --rows-per-source 1
+    python -m benchmarks.strategies --device cpu --samples 24 --response-tokens 48 --tokens 1000 --batch-size 4 --rows-per-source 1
 
 The target captures every row once into a feature set that serves all cases. Each case (cases.py: a recipe, a seed) then trains
 in a process of its own, several at a time on one GPU, and is measured with the offline estimator (drafts/acceptance.py) on
@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--tokens", type=int, default=4_730_000, help="Training tokens of each case.")
     options.add_argument("--batch-size", type=int, default=16)
     options.add_argument("--samples", type=int, default=0, help="Use at most so many training rows; 0: all.")
+    options.add_argument("--response-tokens", type=int, default=0, help="Cut answers after so many tokens; 0: never.")
     options.add_argument("--rows-per-source", type=int, default=0, help="Measure at most so many rows; 0: all.")
     options.add_argument("--jobs", type=int, default=0, help="Cases at a time; 0: what cores and GPU memory allow.")
     options.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -84,7 +85,7 @@ def plan_of(args: argparse.Namespace, device: torch.device, target: Path) -> tup
     train, held_out = (
         prepare_prompt_set(
             [args.data], target, args.work / "prompts",
-            PrepareOptions(max_length=MAX_LENGTH, max_samples=limit, keep={"split": splits}),
+            PrepareOptions(MAX_LENGTH, args.response_tokens, limit, keep={"split": splits}),
         )
         for splits, limit in ((["train"], args.samples), (["dev", "eval"], 0))
     )  # fmt: skip

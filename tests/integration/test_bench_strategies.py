@@ -42,7 +42,14 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     data = work / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return argparse.Namespace(
-        work=work, data=str(data), target=target, samples=0, rows_per_source=1, batch_size=BATCH, tokens=0
+        work=work,
+        data=str(data),
+        target=target,
+        samples=0,
+        response_tokens=0,
+        rows_per_source=1,
+        batch_size=BATCH,
+        tokens=0,
     )
 
 
