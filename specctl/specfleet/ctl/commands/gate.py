@@ -97,6 +97,7 @@ def run_gate(
         ),
     ] = "",
     serve_rows: Annotated[int, typer.Option("--serve-rows", min=1, help="Rows per source that are served.")] = 1,
+    serve_tokens: Annotated[int, typer.Option("--serve-tokens", min=2, help="New tokens per served row.")] = 32,
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="Compare with an untrained export.")
     ] = True,
@@ -138,6 +139,7 @@ def run_gate(
             require_improvement=baseline,
             serve_engine=serve,
             serve_rows=serve_rows,
+            serve_new_tokens=serve_tokens,
             dtype=config.model.dtype,
         )
         status = gatework.run_gate(gates, request, _progress(say))
