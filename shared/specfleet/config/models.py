@@ -374,7 +374,8 @@ class RunConfig(Section):
 
     def to_record(self, directory: str, shard_bytes: int) -> Self:
         """The same target, prompts, features and window of samples, recorded once by one rank."""
-        trainer = {"world": 1, "batch_size": 1, "accumulation": self.global_batch, "epochs": 1, "max_steps": 0}
+        samples = {"world": 1, "batch_size": 1, "accumulation": self.global_batch}
+        trainer = {**samples, "epochs": 1, "max_steps": 0, "device": "cpu"}
         flow = {"global_batch": 0, "tail": "carry", "retain": "until_trained", "reuse_bytes": 0}
         return self.model_copy(
             update={
