@@ -4,6 +4,9 @@ tests/gpu runs them compiled.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +45,13 @@ def test_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, best, alpha, by_x, by_weight = run_head(HeadCase(9, rows=0), torch.float32, Lk())
     assert (loss.item(), best.shape, alpha.shape, by_x.shape) == (0.0, (0,), (0,), (0, 6))
     assert torch.equal(by_weight, torch.zeros(9, 6))
+
+
+def test_compiles_without_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts more than the compiler, and the compiler needs no device."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "fixtures" / "compile_soft_rows.py"
+    done = subprocess.run(
+        [sys.executable, script], env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
