@@ -10,6 +10,7 @@ from fixtures.corrected import domino_strategy, dspark_strategy, tiny_domino, ti
 
 from specfleet.config.models import DFlashSection
 from specfleet.drafts.block_attention import block_attention
+from specfleet.trainer.loader import page_locked
 from specfleet.trainer.strategies.base import Strategy
 from specfleet.trainer.strategies.dflash import DFlashStrategy
 from specfleet.trainer.strategies.hard_ce import hard_ce_head
@@ -116,6 +117,17 @@ def test_a_step_has_the_cpus_gradient(
     exact = _gradient(_strategies(torch.float64)[name], "cpu", torch.float64)
     found = _gradient(_strategies(dtype)[name], "cuda", dtype)
     assert float((found - exact).norm()) < tolerance * float(exact.norm())
+
+
+def test_states_are_collated_into_page_locked_memory() -> None:
+    embedding, head = (matrix.cuda() for matrix in frozen_matrices(torch.float32))
+    strategy = dspark_strategy(tiny_dspark(dtype=torch.float32).cuda(), embedding, head, block_size=4)
+    features = random_features([30, 1, 17])
+    collated = strategy.collate(features)
+    batch = page_locked(strategy.collate, torch.device("cuda"))(features)
+    assert all(collated[name].is_pinned() for name in ("context_states", "teacher_states"))
+    assert all(tensor.is_pinned() for tensor in batch.values())
+    assert all(torch.equal(batch[name], collated[name]) for name in collated)
 
 
 def test_cross_entropy_equals_the_cpus() -> None:

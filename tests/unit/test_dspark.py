@@ -12,6 +12,7 @@ from specfleet.drafts.dspark import MARKOV_HEADS, DSparkDraft, MarkovHead
 from specfleet.trainer.strategies.anchors import contiguous_mask, slot_decay, slot_labels
 from specfleet.trainer.strategies.corrected_batch import previous_tokens, run_blocks
 from specfleet.trainer.strategies.dspark import DSparkStrategy
+from specfleet.trainer.strategies.dspark.batch import by_teacher
 from specfleet.trainer.strategies.eagle_setup import check_final_state
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -56,6 +57,17 @@ def test_teachers_of_many_samples_are_told_apart() -> None:
         assert torch.equal(batch["teacher_states"][teacher], samples[owner]["final_state"][position])
     assert len(batch["teacher_states"]) < len(batch["rows"])
     assert batch["teacher_of"].tolist() == sorted(batch["teacher_of"].tolist())
+
+
+@pytest.mark.parametrize("anchors", [[0, 3, 4, 9], [5], []])
+def test_slots_are_sorted_by_teacher_and_then_by_block(anchors: list[int]) -> None:
+    place, slots = torch.tensor(anchors, dtype=torch.int64), 4
+    valid = torch.rand(len(place), slots, generator=torch.Generator().manual_seed(2)) < 0.7
+    rows = valid.flatten().nonzero().flatten()
+    found, shared = by_teacher(rows, place, slots, 13)
+    teachers = [anchors[row // slots] + row % slots for row in rows.tolist()]
+    assert found.tolist() == [row for _, row in sorted(zip(teachers, rows.tolist(), strict=True))]
+    assert shared.tolist() == [teachers.count(at) for at in range(13)]
 
 
 def _plain_head(head: MarkovHead, kind: str, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

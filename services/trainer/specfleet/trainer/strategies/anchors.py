@@ -4,6 +4,7 @@ Shapes: B samples, T padded length, N blocks, G slots. Block n is anchored at to
 """
 
 import torch
+from torch.nn.functional import pad
 
 
 def sample_anchors(
@@ -19,8 +20,8 @@ def sample_anchors(
     eligible = torch.zeros_like(mask)
     eligible[:, :-1] = mask[:, :-1] & mask[:, 1:]
     keys = torch.where(eligible, draws_BT, torch.iinfo(torch.int64).max)
-    taken = keys.topk(min(num_anchors, mask.shape[1]), dim=1, largest=False).indices
-    chosen = torch.zeros_like(mask).scatter_(1, taken, True) & eligible
+    largest_taken = keys.kthvalue(min(num_anchors, mask.shape[1]), dim=1, keepdim=True).values
+    chosen = eligible & (keys <= largest_taken)
     sample, position = chosen.nonzero(as_tuple=True)
     return sample, position, chosen.sum(1)
 
@@ -40,12 +41,12 @@ def slot_labels(
     Slot j predicts x_{a+j}, slot 0 nothing; with sample_from_anchor slot j predicts x_{a+j+1}. contiguous: a slot counts only
     when every earlier predicting slot does, as in decoding, where nothing behind a gap could be accepted.
     """
-    slots = torch.arange(block_size)
-    position = anchor_N[:, None] + slots + int(sample_from_anchor)
-    inside = position < input_ids_BT.shape[1]
-    position = position.clamp_max(max(input_ids_BT.shape[1] - 1, 0))
-    labels = torch.where(inside, input_ids_BT[sample_N[:, None], position], 0)
-    valid = inside & loss_mask_BT.bool()[sample_N[:, None], position]
+    # Padded by a block, the texts in a row: what the slots of a block stand for is one window of them.
+    tokens, supervised = (
+        pad(x, (0, block_size)).flatten().unfold(0, block_size, 1) for x in (input_ids_BT, loss_mask_BT.bool())
+    )
+    windows = sample_N * (input_ids_BT.shape[1] + block_size) + anchor_N + int(sample_from_anchor)
+    labels, valid = tokens.index_select(0, windows), supervised.index_select(0, windows)
     if not sample_from_anchor:
         valid[:, 0] = False
     if contiguous:
@@ -56,7 +57,7 @@ def slot_labels(
 def contiguous_mask(valid_NG: torch.Tensor, first_slot: int) -> torch.Tensor:
     """Drops every slot behind the first gap; slots before first_slot stay as they are."""
     result = valid_NG.clone()
-    result[:, first_slot:] = valid_NG[:, first_slot:].cummin(1).values
+    result[:, first_slot:] = valid_NG[:, first_slot:].cumprod(1, dtype=torch.uint8)
     return result
 
 

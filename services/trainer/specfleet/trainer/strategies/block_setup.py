@@ -45,7 +45,8 @@ def backbone_config(
     }
 
 
-def block_plan(section: BlockSection, config: BlockConfig, seed: int) -> BlockPlan:
+def block_plan(section: BlockSection, config: BlockConfig, seed: int, device: torch.device) -> BlockPlan:
+    """seed: the run's. device: what batches are collated for."""
     return BlockPlan(
         block_size=config.block_size,
         num_anchors=section.num_anchors,
@@ -53,6 +54,7 @@ def block_plan(section: BlockSection, config: BlockConfig, seed: int) -> BlockPl
         contiguous=section.contiguous,
         chunk_blocks=section.chunk_blocks,
         seed=seed,
+        page_locked=device.type == "cuda",
     )
 
 

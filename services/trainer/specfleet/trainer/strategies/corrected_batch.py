@@ -7,13 +7,6 @@ import torch
 
 from specfleet.drafts.block import BlockConfig
 from specfleet.drafts.corrected import CorrectedDraft
-from specfleet.trainer.strategies.anchors import slot_decay
-from specfleet.trainer.strategies.block_batch import BlockPlan
-
-
-def slot_weights(rows_R: torch.Tensor, plan: BlockPlan, gamma: float | None) -> torch.Tensor:
-    """[R] fp32: the decay of each supervised slot."""
-    return slot_decay(plan.block_size, 0 if plan.sample_from_anchor else 1, gamma)[rows_R % plan.block_size]
 
 
 def previous_tokens(tensors: dict[str, torch.Tensor], config: BlockConfig) -> torch.Tensor:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from specfleet.config.models import DFlashSection
-from specfleet.trainer.strategies.anchors import slot_decay
-from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks
+from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks, slot_weights
 
 
 def collate(
@@ -15,9 +14,7 @@ def collate(
     """As `collate_blocks`, and: weights [R] fp32 (ce: the decay of each supervised slot; D-PACE: 1, its weights depend on the
     model) · denominator: fp32 scalar, Σ weights, or the sequences with a block for D-PACE per sequence."""
     batch = collate_blocks(samples, plan)
-    gamma = section.loss_decay if section.loss == "ce" else None
-    decay = slot_decay(plan.block_size, 0 if plan.sample_from_anchor else 1, gamma)
-    batch["weights"] = decay[batch["rows"] % plan.block_size]
+    batch["weights"] = slot_weights(batch, plan, section.loss_decay if section.loss == "ce" else None)
     per_sequence = section.loss != "ce" and section.dpace_norm == "sequence"
     batch["denominator"] = batch["num_sequences"].float() if per_sequence else batch["weights"].double().sum().float()
     return batch

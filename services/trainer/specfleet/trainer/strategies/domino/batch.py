@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks
-from specfleet.trainer.strategies.corrected_batch import slot_weights
+from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks, slot_weights
 
 
 def collate(
@@ -13,6 +12,6 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """As `collate_blocks`, and: weights [R] fp32 · denominator: fp32 scalar, their sum."""
     batch = collate_blocks(samples, plan)
-    batch["weights"] = slot_weights(batch["rows"], plan, gamma)
+    batch["weights"] = slot_weights(batch, plan, gamma)
     batch["denominator"] = batch["weights"].sum()
     return batch

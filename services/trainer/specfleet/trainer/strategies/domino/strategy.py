@@ -34,7 +34,7 @@ class DominoStrategy(Strategy):
         self.draft: DominoDraft = draft
         self.term_weights = {TERM: 1.0}
         self._section = section
-        self._plan = block_plan(section, draft.config, seed)
+        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
         self._embedding = embedding_VH
         self._head = head_VH
         self._total_steps = total_steps

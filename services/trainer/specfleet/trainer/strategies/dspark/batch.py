@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks
-from specfleet.trainer.strategies.corrected_batch import slot_weights
+from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks, new_states, slot_weights
 
 
 def collate(
@@ -23,22 +22,36 @@ def collate(
     Slot k of the block at a predicts x_{a+k+1}; its teacher is the state at a + k.
     """
     batch = collate_blocks(samples, plan)
-    slots = plan.block_size
-    block, slot = batch["rows"] // slots, batch["rows"] % slots
     width = max(len(sample["input_ids"]) for sample in samples)
-    place = batch["sample"][block] * width + batch["anchors"][block] + slot
-    places_U, teacher_of, shared_U = place.unique(return_inverse=True, return_counts=True)
-    order = teacher_of.argsort(stable=True)
-    batch["rows"], batch["teacher_of"] = batch["rows"][order], teacher_of[order]
-    per_sample = torch.bincount(places_U // width, minlength=len(samples)).tolist()
-    positions = (places_U % width).split(per_sample)
-    batch["teacher_states"] = torch.cat(
-        [sample["final_state"][at] for sample, at in zip(samples, positions, strict=True)]
-    )
-    batch["row_bounds"], batch["teacher_bounds"] = chunk_bounds(shared_U, plan.chunk_blocks * slots)
-    batch["weights"] = slot_weights(batch["rows"], plan, gamma)
+    place_N = batch["sample"] * width + batch["anchors"]
+    batch["rows"], shared = by_teacher(batch["rows"], place_N, plan.block_size, len(samples) * width)
+    owner, positions = shared.view(len(samples), width).nonzero(as_tuple=True)
+    shared_U = shared[shared > 0]
+    batch["teacher_of"] = torch.arange(len(shared_U)).repeat_interleave(shared_U)
+    batch["teacher_states"] = new_states(len(shared_U), samples[0]["final_state"], plan)
+    counts = torch.bincount(owner, minlength=len(samples)).tolist()
+    for sample, at, rows in zip(samples, positions.split(counts), batch["teacher_states"].split(counts), strict=True):
+        torch.index_select(sample["final_state"], 0, at, out=rows)
+    batch["row_bounds"], batch["teacher_bounds"] = chunk_bounds(shared_U, plan.chunk_blocks * plan.block_size)
+    batch["weights"] = slot_weights(batch, plan, gamma)
     batch["denominator"] = batch["weights"].sum()
     return batch
+
+
+def by_teacher(
+    rows_R: torch.Tensor, place_N: torch.Tensor, block_size: int, num_places: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows in the order of their teachers and then of their blocks [R], rows per place [num_places]).
+
+    place_N: where blocks are anchored; slot k's teacher is k places on. Sorted by counting: no two slots of the same number
+    share a teacher, and of those that share one the earlier block's has the larger number.
+    """
+    slots = torch.arange(block_size)
+    cells = (place_N[:, None] + slots) * block_size + slots.flip(0)
+    table = rows_R.new_full((num_places * block_size,), -1)
+    table[cells.flatten().index_select(0, rows_R)] = rows_R
+    taken = table >= 0
+    return table[taken], taken.view(num_places, block_size).sum(1)
 
 
 def chunk_bounds(shared_U: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

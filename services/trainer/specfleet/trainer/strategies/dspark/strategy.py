@@ -39,7 +39,7 @@ class DSparkStrategy(Strategy):
         if section.confidence_head:
             self.term_weights[CONFIDENCE] = section.confidence_weight
         self._section = section
-        self._plan = block_plan(section, draft.config, seed)
+        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
         self._embedding = embedding_VH
         self._head = head_VH
         self._teacher_scale = teacher_scale
