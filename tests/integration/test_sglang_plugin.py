@@ -1,8 +1,11 @@
 """Capture inside a real SGLang server on a CPU: exact whatever else the server does, and one bad prompt is one failure."""
 
 import asyncio
+import json
+import os
 import random
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from fixtures.pool import MooncakePool
 from fixtures.tiny import make_tiny_target
 from safetensors.torch import load_file, save_file
 
+from specfleet.capture.sglang_plugin.versions import TESTED
 from specfleet.contracts.errors import CaptureItemError, EngineError, HostError, StoreError
 from specfleet.sglang.launch import find_python
 from specfleet.wire.records_pb2 import PromptTask
@@ -314,3 +318,37 @@ print("serves on")
     assert done.returncode == 3, done.stderr
     assert f"specfleet: [{code}]" in done.stderr
     assert done.stdout == ""
+
+
+def test_verify_engine_tells_a_changed_sglang_from_the_tested_one(tmp_path: Path) -> None:
+    def verify(**env: str) -> tuple[int, dict[str, bool]]:
+        command = [
+            sys.executable,
+            "-m",
+            "specfleet.ctl",
+            "capture",
+            "verify-engine",
+            "--python",
+            find_python(),
+            "--json",
+        ]
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60)
+        return done.returncode, {row["symbol"]: row["ok"] for row in json.loads(done.stdout)}
+
+    code, found = verify()
+    assert code == 0
+    assert all(found.values())
+    assert len(found) == 2 + len(TESTED["0.5.14"])
+
+    program = "from specfleet.capture.sglang_plugin.versions import source_root; print(source_root())"
+    root = subprocess.run([find_python(), "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    for path in {function.place.partition(":")[0] for function in TESTED["0.5.14"]}:
+        copy = tmp_path / "sglang" / "srt" / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(Path(root, path).read_text())
+    (tmp_path / "sglang" / "__init__.py").touch()
+    scheduler = tmp_path / "sglang" / "srt" / "managers" / "scheduler.py"
+    scheduler.write_text(scheduler.read_text().replace("self.forward_ct += 1", "self.forward_ct += 2"))
+    code, found = verify(PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert [symbol for symbol, ok in found.items() if not ok] == ["managers/scheduler.py:Scheduler.run_batch"]
