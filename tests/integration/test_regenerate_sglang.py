@@ -19,7 +19,7 @@ from specfleet.drafts.decode import decode_greedy
 from specfleet.sglang.launch import Server, ServerOptions, find_python
 from specfleet.target.hf import HFTarget
 
-pytestmark = [pytest.mark.integration, pytest.mark.sglang]
+pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(max_tokens=16)
 

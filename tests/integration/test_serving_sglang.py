@@ -29,7 +29,7 @@ from specfleet.target.hf import HFTarget
 from specfleet.trainer.strategies.dflash import DFlashStrategy
 from specfleet.wire.gate_pb2 import ExportDraftRequest, StartGateRequest
 
-pytestmark = [pytest.mark.integration, pytest.mark.sglang]
+pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 NEW_TOKENS = 10
 

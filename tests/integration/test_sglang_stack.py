@@ -1,4 +1,4 @@
-"""A whole run on the embedded stack with SGLang capturing, and its server killed in the middle."""
+"""A whole run on the embedded stack with SGLang capturing and serving, and the capture server killed in the middle."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from fixtures.stack import Specctl
 from specfleet.ctl.state import read_state
 from specfleet.ctl.topology import CAPTURE
 
-pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 PROMPTS = 24
 
@@ -76,8 +76,16 @@ def test_a_run_survives_the_death_of_its_server(specctl: Specctl, config: Path) 
     assert [row["tasks"]["SETTLED"] for row in ledger["rows"]] == [PROMPTS, PROMPTS]
     [worker] = [member for member in specctl.json("fleet", "list")["members"] if member["kind"] == "capture"]
     assert worker["labels"]["engine_version"].startswith("sglang 0.5.14 float32 tp 1 + specfleet ")
-    export = specctl.json("export", "served", "--layout", "sglang")
-    assert (Path(export["output_dir"]) / "model.safetensors").exists()
+    # What SGLang captured for, SGLang serves.
+    gate = specctl.json(
+        "gate", "run", "served", "--eval", "conversations.jsonl", "--no-baseline", "--max-rows", "2", "--draft-tokens", "2",
+        "--serve", "sglang", "--serve-tokens", "6",
+    )  # fmt: skip
+    assert gate["state"] == "PASS", gate["message"]
+    assert {check["name"]: check["result"] for check in gate["report"]["checks"]}["served"] == "PASS"
+    [row] = gate["report"]["served"]["rows"]
+    assert (row["tokens"], row["differences"]) == (6, 0)
+    assert row["rounds"] == row["reference_rounds"] > 0
 
     second = server_pid(specctl)
     assert second != first
