@@ -49,9 +49,9 @@ def by_teacher(
     slots = torch.arange(block_size)
     cells = (place_N[:, None] + slots) * block_size + slots.flip(0)
     table = rows_R.new_full((num_places * block_size,), -1)
-    table[cells.flatten().index_select(0, rows_R)] = rows_R
+    table.scatter_(0, cells.flatten().index_select(0, rows_R), rows_R)
     taken = table >= 0
-    return table[taken], taken.view(num_places, block_size).sum(1)
+    return table.masked_select(taken), taken.view(num_places, block_size).sum(1)
 
 
 def chunk_bounds(shared_U: torch.Tensor, chunk_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
