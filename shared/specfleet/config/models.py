@@ -253,7 +253,9 @@ class TrainerSection(Section):
 
 class CaptureSection(Section):
     engine: Literal["hf", "sglang"] = "hf"
-    max_batch_tokens: PositiveInt = Field(4096, description="Tokens (with padding) in one capture batch.")
+    max_batch_tokens: PositiveInt = Field(
+        4096, description="Tokens (with padding) in one batch of engine hf; tokens under way at first of engine sglang."
+    )
     extras: list[Literal["teacher_argmax", "teacher_lse"]] = Field(default_factory=list)
 
 
