@@ -1,6 +1,6 @@
 """Optimizer steps of block drafts, and of EAGLE3 beside them, on random weights and features: time, launches, waits, memory.
 
-    python benchmarks/block_step.py                      # a draft for SmolLM2-135M, as in benchmarks/strategies.py
+    python benchmarks/block_step.py                      # a draft for SmolLM2-135M, as in benchmarks/strategies
     python benchmarks/block_step.py --sizes qwen3-8b --batch 1 --length 3072 --anchors 512
     python benchmarks/block_step.py --sizes tiny --device cpu --steps 2
 
