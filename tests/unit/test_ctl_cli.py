@@ -41,6 +41,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path, command: tuple[str, ...], un
     "command",
     [
         ("up",), ("down",), ("status",), ("demo",), ("doctor",), ("data", "prepare"), ("data", "regenerate"),
+        ("data", "capture"),
         ("data", "stats"), ("data", "verify"),
         ("run", "submit"), ("run", "list"),
         ("run", "show"), ("run", "watch"), ("run", "pause"), ("run", "resume"), ("run", "cancel"), ("run", "logs"),
