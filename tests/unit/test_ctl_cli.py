@@ -132,18 +132,14 @@ def test_wrong_options_are_usage_errors(tmp_path: Path) -> None:
 
 
 def test_regeneration_says_what_it_needs(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from specfleet.ctl.app import app
-
-    command = ["data", "regenerate", "chats.jsonl", "--out", str(tmp_path / "out.jsonl")]
-    nobody = CliRunner().invoke(app, command)
-    assert nobody.exit_code == 2
-    assert "Give --endpoint URL, --target DIR or both" in nobody.output
+    command = ("data", "regenerate", "chats.jsonl", "--out", "out.jsonl")
+    nobody = specctl(*command, cwd=tmp_path)
+    assert nobody.returncode == 2
+    assert "Give --endpoint URL, --target DIR or both" in nobody.stderr
     for wrong in ("{enable_thinking}", "[1]"):
-        bad = CliRunner().invoke(app, [*command, "--endpoint", "http://127.0.0.1:1", "--template-kwargs", wrong])
-        assert bad.exit_code == 2
-        assert "--template-kwargs" in bad.output
+        bad = specctl(*command, "--endpoint", "http://127.0.0.1:1", "--template-kwargs", wrong, cwd=tmp_path)
+        assert bad.returncode == 2
+        assert "--template-kwargs" in bad.stderr
 
 
 def test_a_bad_sample_id_is_explained(tmp_path: Path) -> None:
