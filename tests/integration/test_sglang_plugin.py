@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from specfleet.capture.sglang_plugin.versions import TESTED
 from specfleet.contracts.errors import CaptureItemError, EngineError, HostError, StoreError
 from specfleet.sglang.launch import find_python
+from specfleet.store.factory import open_store
 from specfleet.wire.records_pb2 import PromptTask
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang]
@@ -266,6 +267,8 @@ def test_qwen3_into_a_mooncake_pool_that_restarts(qwen3: Path, mooncake: Mooncak
             with pytest.raises(StoreError):
                 await running.capture(running.task(prompt(5, 30)))
             await asyncio.to_thread(mooncake.start)  # empty; the server goes on with it
+            running.store.close()
+            running.store = open_store(mooncake.url())
             await assert_exact(running, seed=4000)
 
     asyncio.run(run())
