@@ -43,6 +43,27 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(text: str, words: list[
     assert all(word in error.message for word in words), error.message
 
 
+def test_a_key_of_another_strategy_names_the_strategies_that_have_it() -> None:
+    error = refusal("strategy: {name: dflash, ttt_length: 3}")
+    assert error.code == "SF-CONFIG-UNKNOWN-KEY"
+    assert "'strategy.ttt_length'; it belongs to eagle3, and the strategy is dflash" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer: 1", "trainer: must be a mapping of keys to values (got 1)"),
+        ("strategy: dflash", "strategy: must be a mapping with a name, as in {name: eagle3} (got 'dflash')"),
+        ("gate: {eval: a.jsonl}", "gate.eval: must be a list, as in [first, second] (got 'a.jsonl')"),
+        ("trainer: {lr: .inf}", "trainer.lr"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_plain_words(text: str, words: str) -> None:
+    error = refusal(text)
+    assert error.code == "SF-CONFIG-INVALID"
+    assert words in error.message
+
+
 def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
     error = refusal("strategy: {name: dflsh}")
     assert "there is no strategy 'dflsh'" in error.message
@@ -98,6 +119,9 @@ def test_extends_in_a_circle_a_missing_file_and_a_bad_override(tmp_path: Path) -
     (tmp_path / "c.yaml").write_text(BASE)
     with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
         load_config(tmp_path / "c.yaml", ["trainer.lr"])
+    with pytest.raises(ConfigError, match=r"override 'data\.train=\[a\.jsonl' is not YAML") as caught:
+        load_config(tmp_path / "c.yaml", ["data.train=[a.jsonl"])
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(

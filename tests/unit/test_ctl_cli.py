@@ -129,6 +129,31 @@ def test_wrong_options_are_usage_errors(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no port is named coffee; the names are nats" in done.stderr
     assert specctl("frobnicate", cwd=tmp_path).returncode == 2
+    # Before anything is asked of a stack, which does not run here.
+    for args in (("--rule", "majority"), ("--serve", "tape"), ("--max-rows", "-2"), ("--eval", "a", "--eval-set", "b")):
+        done = specctl("gate", "run", "x", *args, cwd=tmp_path)
+        assert done.returncode == 2, args
+        assert args[0] in done.stderr
+    assert specctl("run", "logs", "x", "--lines", "0", cwd=tmp_path).returncode == 2
+
+
+def test_a_directory_that_holds_no_set(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text('{"format": 1}')
+    (tmp_path / "features" / "prompts").mkdir(parents=True)
+    (tmp_path / "features" / "manifest.json").write_text("{")
+    for command in ("stats", "verify"):
+        for directory, code in ((".", "NO-SET"), ("broken", "PROMPT-SET"), ("features", "MANIFEST")):
+            done = specctl("data", command, directory, cwd=tmp_path)
+            assert done.returncode == 2, done.stderr
+            assert code in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interpreter_without_python_is_named(tmp_path: Path) -> None:
+    done = specctl("capture", "verify-engine", "--python", "/bin/true", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "[SF-SGLANG-PYTHON] /bin/true" in done.stderr
 
 
 def test_regeneration_says_what_it_needs(tmp_path: Path) -> None:

@@ -267,8 +267,9 @@ def test_a_broken_tokenizer(tmp_path: Path, target: Path) -> None:
 
 def test_opening_what_is_not_a_prompt_set(tmp_path: Path, target: Path) -> None:
     assert "does not exist" in refused(lambda: PromptSet.open(tmp_path), "SF-DATA-PROMPT-SET")
-    (tmp_path / "manifest.json").write_text("[]")
-    assert "cannot be read" in refused(lambda: PromptSet.open(tmp_path), "SF-DATA-PROMPT-SET")
+    for text in ("[]", "{}", '{"format": 1, "shards": [{}]}', '{"format": 1, "shards": 3}'):
+        (tmp_path / "manifest.json").write_text(text)
+        assert "cannot be read" in refused(lambda: PromptSet.open(tmp_path), "SF-DATA-PROMPT-SET")
     (tmp_path / "manifest.json").write_text('{"format": 99, "shards": []}')
     assert "format is 99" in refused(lambda: PromptSet.open(tmp_path), "SF-DATA-PROMPT-SET")
 

@@ -11,6 +11,15 @@ from pydantic import BaseModel, ValidationError
 from specfleet.config.models import STRATEGY_SECTIONS, RunConfig
 from specfleet.contracts.errors import ConfigError
 
+# What pydantic says in the words of Python classes.
+_MAPPING = "must be a mapping of keys to values"
+_PLAIN = {
+    "list_type": "must be a list, as in [first, second]",
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "union_tag_not_found": "must be a mapping with a name, as in {name: eagle3}",
+}
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run configuration file. Relative data paths stay as written; `extends:` is resolved against the file's folder.
@@ -25,7 +34,7 @@ def parse_config(text: str, origin: str = "configuration") -> RunConfig:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError("SF-CONFIG-YAML", f"{origin} is not YAML: {error}") from error
+        raise _not_yaml(origin, error) from error
     return _validate(document, origin)
 
 
@@ -45,7 +54,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("SF-CONFIG-UNREADABLE", f"configuration file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError("SF-CONFIG-YAML", f"{path} is not YAML: {error}") from error
+        raise _not_yaml(str(path), error) from error
     if not isinstance(document, dict):
         raise ConfigError("SF-CONFIG-YAML", f"{path} must hold a mapping of sections, not {type(document).__name__}")
     base = document.pop("extends", None)
@@ -66,11 +75,18 @@ def _apply(document: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError("SF-CONFIG-OVERRIDE", f"override {override!r} is not of the form section.key=value")
-        patch: Any = yaml.safe_load(text)
+        try:
+            patch: Any = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise _not_yaml(f"the value of override {override!r}", error) from error
         for key in reversed(keys):
             patch = {key: patch}
         document = _merge(document, patch)
     return document
+
+
+def _not_yaml(what: str, error: yaml.YAMLError) -> ConfigError:
+    return ConfigError("SF-CONFIG-YAML", f"{what} is not YAML: {' '.join(str(error).split())}")
 
 
 def _validate(document: Any, origin: str) -> RunConfig:
@@ -91,17 +107,23 @@ def _explain(item: Any) -> str:
         del shown_parts[1]  # which form of the section it is, not a key anybody wrote
     where = ".".join(shown_parts)
     if item["type"] == "extra_forbidden":
-        names = _field_names(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
+        key, names = str(item["loc"][-1]), _field_names(item["loc"][:-1])
+        near = difflib.get_close_matches(key, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+        if item["loc"][0] == "strategy" and (owners := _strategies_with(key)):
+            hint = f"it belongs to {', '.join(owners)}, and the strategy is {item['loc'][1]}"
         return f"unknown key {where!r}; {hint}"
     if item["type"] == "union_tag_invalid":
         near = difflib.get_close_matches(str(item["ctx"]["tag"]), STRATEGY_SECTIONS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{where}.name: there is no strategy {item['ctx']['tag']!r}, known: {', '.join(STRATEGY_SECTIONS)}{hint}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = _PLAIN.get(item["type"], item["msg"].removeprefix("Value error, "))
     shown = "" if item["type"] in ("value_error", "missing") else f" (got {item['input']!r})"
     return f"{where}: {message}{shown}" if where else f"{message}{shown}"
+
+
+def _strategies_with(key: str) -> list[str]:
+    return [name for name, section in STRATEGY_SECTIONS.items() if key in section.model_fields]
 
 
 def _field_names(location: tuple[Any, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The sections of a run configuration (docs/design.md §12). Unknown keys are refused; cross-field errors show both numbers."""
+"""The sections of a run configuration. Unknown keys are refused; cross-field errors show both numbers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -10,7 +10,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):

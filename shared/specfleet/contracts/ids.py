@@ -1,4 +1,4 @@
-"""Names of tasks, samples, store keys and subjects (docs/design.md §3). Pure string functions over wire records."""
+"""Names of tasks, samples, store keys and subjects (docs/design.md §2). Pure string functions over wire records."""
 
 import re
 import secrets

@@ -1,4 +1,4 @@
-"""State machines of runs and tasks (docs/design.md §4): the only transitions the ledger accepts."""
+"""State machines of runs and tasks (docs/design.md §3): the only transitions the ledger accepts."""
 
 from enum import StrEnum
 

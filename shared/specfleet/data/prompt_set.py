@@ -79,22 +79,21 @@ class PromptSet:
         try:
             raw = (directory / MANIFEST).read_bytes()
             manifest = json.loads(raw)
-            form, shards = manifest["format"], manifest["shards"]
+            form = manifest["format"]
+            shards = [(str(shard["file"]), int(shard["bytes"]), shard["sha256"]) for shard in manifest["shards"]]
         except FileNotFoundError as error:
             raise _damaged(directory, f"{MANIFEST} does not exist there") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(directory, f"{MANIFEST} cannot be read: {error}") from error
+            raise _damaged(directory, f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
         if form != FORMAT:
             raise _damaged(directory, f"its format is {form}, this version reads {FORMAT}")
-        for shard in shards:
-            file = directory / shard["file"]
+        for name, num_bytes, sha256 in shards:
+            file = directory / name
             size = file.stat().st_size if file.is_file() else -1
-            if size != shard["bytes"]:
-                raise _damaged(
-                    directory, f"{shard['file']} has {max(size, 0)} bytes, its manifest says {shard['bytes']}"
-                )
-            if verify and (found := sha256_file(file)) != shard["sha256"]:
-                raise _damaged(directory, f"{shard['file']} has sha256 {found}, its manifest says {shard['sha256']}")
+            if size != num_bytes:
+                raise _damaged(directory, f"{name} has {max(size, 0)} bytes, its manifest says {num_bytes}")
+            if verify and (found := sha256_file(file)) != sha256:
+                raise _damaged(directory, f"{name} has sha256 {found}, its manifest says {sha256}")
         return cls(directory, manifest, hashlib.sha256(raw).hexdigest())
 
     def __len__(self) -> int:

@@ -96,7 +96,7 @@ def _unreachable(status: grpc.StatusCode, details: str, address: str) -> Unreach
     match = _PEER.search(details)
     where = address or (match[1] if match else "the service")
     # gRPC nests its reasons; the innermost one is what a person can act on.
-    why = details.rsplit(": ", 1)[-1] or status.name
+    why = details.rsplit(": ", 1)[-1].removesuffix("]") or status.name
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         why = "no answer within the deadline"
     return UnreachableError("SF-HOST-UNREACHABLE", f"{where} does not answer ({why}); is the service running there?")

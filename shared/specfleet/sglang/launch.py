@@ -59,7 +59,10 @@ def find_python(given: str = "") -> str:
     """
     if given:
         if not os.access(given, os.X_OK):
-            raise HostError("SF-SGLANG-PYTHON", f"--sglang-python {given!r} is not a program that can be run")
+            raise HostError(
+                "SF-SGLANG-PYTHON",
+                f"{given!r}, named as the interpreter that has SGLang, is not a program that can be run",
+            )
         return given
     if importlib.util.find_spec("sglang") is not None:
         return sys.executable

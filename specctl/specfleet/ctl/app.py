@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     # Plain help needs no rich, and a usage error stays a line or two.
     rich_markup_mode=None,
+    # A wide terminal shows the examples' command lines whole.
+    context_settings={"max_content_width": 120},
     help="Train draft models for speculative decoding and prove that they serve.",
     epilog="Exit codes: 0 ok, 1 failed, 2 bad configuration or data, 3 environment, 4 gate failed.",
 )

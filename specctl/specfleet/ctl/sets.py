@@ -4,14 +4,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specfleet.features.manifest import is_feature_set, read_manifest
+from specfleet.contracts.errors import DataError
+from specfleet.features.manifest import MANIFEST, PROMPTS, is_feature_set, read_manifest
 
 PROMPT_SET, FEATURE_SET = "prompt set", "feature set"
 
 
 def stats_of(directory: Path) -> tuple[str, dict[str, Any]]:
     """(what it is, facts). Raises DataError when it is neither."""
-    if not is_feature_set(directory):
+    if not _holds_features(directory):
         from specfleet.data.prompt_set import PromptSet
         from specfleet.data.stats import summarize
 
@@ -41,7 +42,7 @@ def stats_of(directory: Path) -> tuple[str, dict[str, Any]]:
 
 def verify_set(directory: Path) -> tuple[str, dict[str, Any], list[str]]:
     """(what it is, facts, what is wrong with it). Raises DataError when not even its index can be read."""
-    if not is_feature_set(directory):
+    if not _holds_features(directory):
         from specfleet.data.prompt_set import PromptSet
 
         found = PromptSet.open(directory)
@@ -53,3 +54,15 @@ def verify_set(directory: Path) -> tuple[str, dict[str, Any], list[str]]:
     if facts["num_problems"] > len(problems):
         problems.append(f"… and {facts['num_problems'] - len(problems)} more")
     return FEATURE_SET, facts, problems
+
+
+def _holds_features(directory: Path) -> bool:
+    """Whether it is a feature set, be its manifest broken. Raises DataError SF-DATA-NO-SET when it is no set at all."""
+    holds_prompts = (directory / PROMPTS).is_dir()
+    if not holds_prompts and not (directory / MANIFEST).exists():
+        raise DataError(
+            "SF-DATA-NO-SET",
+            f"{directory} is neither a prompt set nor a feature set: it has no {MANIFEST}. "
+            "Sets are made by specctl data prepare and specctl data capture",
+        )
+    return holds_prompts or is_feature_set(directory)

@@ -34,7 +34,7 @@ class UpOptions:
 
 
 def require_mooncake() -> None:
-    """Raises HostError SF-HOST-MOONCAKE when Mooncake cannot run here, with the remedy and the alternative."""
+    """Raises HostError SF-HOST-MOONCAKE, SF-HOST-LIBIBVERBS when Mooncake cannot run here, with the remedy and the alternative."""
     otherwise = "or keep features in files instead: specctl up --store directory"
     if importlib.util.find_spec("mooncake") is None:
         raise HostError(
@@ -44,7 +44,7 @@ def require_mooncake() -> None:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
         raise HostError(
-            "SF-HOST-MOONCAKE",
+            "SF-HOST-LIBIBVERBS",
             f"Mooncake needs the system library libibverbs.so.1 ({error}): apt-get install libibverbs1 {otherwise}",
         ) from error
 

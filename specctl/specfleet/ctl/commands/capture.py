@@ -48,7 +48,10 @@ def _measure(python: str) -> list[dict[str, Any]]:
         raise HostError(code, message)
     if done.returncode != 0:
         raise HostError("SF-SGLANG-PLUGIN", f"{python} cannot import the capture plugin: {done.stderr.strip()[-500:]}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    try:
+        rows: list[dict[str, Any]] = json.loads(done.stdout)
+    except ValueError as error:
+        raise HostError("SF-SGLANG-PYTHON", f"{python} is not a Python interpreter: it answers otherwise") from error
     return rows
 
 

@@ -10,7 +10,7 @@ from specfleet.ctl.options import AsJson
 
 def prepare(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")
+        list[str], typer.Argument(metavar="FILE", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")
     ],
     target: Annotated[str, typer.Option("--target", help="Directory of the target: its tokenizer and chat template.")],
     out: Annotated[Path, typer.Option("--out", help="Prompt sets are written below this folder.")] = Path(

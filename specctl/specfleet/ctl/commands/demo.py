@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from specfleet.ctl.options import AsJson
+from specfleet.ctl.topology import StoreKind
 
 
 def demo(
@@ -16,7 +17,7 @@ def demo(
         ),
     ] = False,
     output_dir: Annotated[Path, typer.Option("--output-dir", help="Where runs/demo is written.")] = Path("runs"),
-    store: Annotated[str, typer.Option("--store", help="mooncake or directory.")] = "mooncake",
+    store: Annotated[StoreKind, typer.Option("--store", help="Where features live.")] = "mooncake",
     as_json: AsJson = False,
 ) -> None:
     """Train a real draft for a real target on this machine, and prove it in decoding.
@@ -25,7 +26,4 @@ def demo(
     """
     from specfleet.ctl.demo import run_demo
 
-    if store not in ("mooncake", "directory"):
-        raise typer.BadParameter(f"--store {store!r} is neither mooncake nor directory")
-    code = run_demo(output_dir, quick=quick, store="directory" if store == "directory" else "mooncake", as_json=as_json)
-    raise typer.Exit(code)
+    raise typer.Exit(run_demo(output_dir, quick=quick, store=store, as_json=as_json))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specfleet.ctl.options import AsJson, StateDir
+from specfleet.ctl.topology import StoreKind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
 
 def doctor(
     state_dir: StateDir = None,
-    store: Annotated[
-        str, typer.Option("--store", help="mooncake or directory: which store the stack would use.")
-    ] = "mooncake",
+    store: Annotated[StoreKind, typer.Option("--store", help="Which store the stack would use.")] = "mooncake",
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine lacks for the embedded stack, and what to do. Exit code 3 when something is missing."""

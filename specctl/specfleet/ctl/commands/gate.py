@@ -1,7 +1,7 @@
 """specctl export; gate run, show."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -75,27 +75,31 @@ def run_gate(
     ] = "",
     layout: Layout = "",
     checkpoint: Step = None,
-    num_draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="Per round; 0: the run's gate section.")] = 0,
+    num_draft_tokens: Annotated[
+        int, typer.Option("--draft-tokens", min=0, help="Per round; 0: the run's gate section.")
+    ] = 0,
     max_rows: Annotated[
-        int, typer.Option("--max-rows", help="Rows per source; -1: the run's gate section, 0: all.")
+        int, typer.Option("--max-rows", min=-1, help="Rows per source; -1: the run's gate section, 0: all.")
     ] = -1,
-    lossless_rows: Annotated[int, typer.Option("--lossless-rows", help="-1: the run's gate section.")] = -1,
+    lossless_rows: Annotated[
+        int, typer.Option("--lossless-rows", min=-1, help="Rows decoded in full; -1: the run's gate section.")
+    ] = -1,
     temperature: Annotated[
         float,
-        typer.Option("--temperature", help="Decode those rows once more, sampled; 0: no. -1: the run's gate section."),
+        typer.Option(
+            "--temperature", min=-1, help="Decode those rows once more, sampled; 0: no. -1: the run's gate section."
+        ),
     ] = -1.0,
     acceptance_rule: Annotated[
-        str,
-        typer.Option("--rule", help="rejection or target_only; default: the run's gate section.", show_default=False),
-    ] = "",
+        Literal["rejection", "target_only"] | None,
+        typer.Option("--rule", help="How sampled guesses are verified; default: the run's gate section."),
+    ] = None,
     serve: Annotated[
-        str,
+        Literal["sglang"] | None,
         typer.Option(
-            "--serve",
-            metavar="ENGINE",
-            help="sglang: serve held-out prompts with SGLang and this draft, and compare with the reference decoder.",
+            "--serve", help="Serve held-out prompts with this engine and draft, and compare with the reference decoder."
         ),
-    ] = "",
+    ] = None,
     serve_rows: Annotated[int, typer.Option("--serve-rows", min=1, help="Rows per source that are served.")] = 1,
     serve_tokens: Annotated[int, typer.Option("--serve-tokens", min=2, help="New tokens per served row.")] = 32,
     baseline: Annotated[
@@ -114,6 +118,8 @@ def run_gate(
     from specfleet.ctl.prompts import prepare_eval_set
     from specfleet.wire.gate_pb2 import StartGateRequest
 
+    if eval_files and eval_set:
+        raise typer.BadParameter("--eval and --eval-set both name held-out rows; give one of them")
     with (
         Client(find_address("coordinator", coordinator, state_dir)) as runs,
         Client(find_address("gate", gate, state_dir)) as gates,
@@ -137,7 +143,7 @@ def run_gate(
             baseline_export_dir=untrained.output_dir if untrained else "",
             output_dir=str(Path(snapshot.output_dir) / "gate"),
             require_improvement=baseline,
-            serve_engine=serve,
+            serve_engine=serve or "",
             serve_rows=serve_rows,
             serve_new_tokens=serve_tokens,
             dtype=config.model.dtype,

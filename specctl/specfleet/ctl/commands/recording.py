@@ -10,13 +10,12 @@ from specfleet.ctl.options import AsJson, CoordinatorAddress, Overrides, StateDi
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXAMPLES = """Example:
-
-specctl up --detach
-
-specctl data capture recipes/smollm2-eagle3.yaml --out features/smollm2
-
-specctl run submit recipes/smollm2-eagle3.yaml -s data.source=features -s data.features=features/smollm2
+# \b: the lines of this paragraph stay as they are.
+EXAMPLES = """\b
+Example:
+  specctl up --detach
+  specctl data capture recipes/smollm2-eagle3.yaml --out features/smollm2
+  specctl run submit recipes/smollm2-eagle3.yaml -s data.source=features -s data.features=features/smollm2
 
 The recipe's model, data, capture and strategy sections say what is captured. A set that serves every strategy has all their
 layers and the final state: -s strategy.layers=[1,8,14,20,26,27] with eagle3, peagle or dspark, for a target of 30 layers.

@@ -16,19 +16,15 @@ if TYPE_CHECKING:
 _SAY_EVERY_S = 10.0
 # On a CPU SGLang would take most of the memory for its cache.
 _CPU_POOL_TOKENS = 16384
-EXAMPLES = """Examples:
-
-specctl data regenerate chats.jsonl --out answers.jsonl --target /models/Qwen3-8B
-
-  starts SGLang with the target on this machine and keeps the token ids
-
-specctl data regenerate chats.jsonl --out answers.jsonl --target /models/Qwen3-8B --endpoint http://gpu1:30000 --no-thinking
-
-  uses a running SGLang server
-
-specctl data regenerate chats.jsonl --out answers.jsonl --endpoint https://api.example.org --model big --temperature 0.7
-
-  uses any OpenAI-compatible endpoint; the answers are text
+# \b: the lines of this paragraph stay as they are.
+EXAMPLES = """\b
+Examples:
+  specctl data regenerate chats.jsonl --out answers.jsonl --target /models/Qwen3-8B
+    starts SGLang with the target on this machine and keeps the token ids
+  specctl data regenerate chats.jsonl --out answers.jsonl --target /models/Qwen3-8B --endpoint http://gpu1:30000
+    uses a running SGLang server
+  specctl data regenerate chats.jsonl --out answers.jsonl --endpoint https://api.example.org --model big
+    uses any OpenAI-compatible endpoint; the answers are text where the server is not vLLM
 
 The same command again goes on where the last one stopped. Then: specctl data prepare answers.jsonl --target DIR
 """
@@ -36,7 +32,7 @@ The same command again goes on where the last one stopped. Then: specctl data pr
 
 def regenerate(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")
+        list[str], typer.Argument(metavar="FILE", help="Conversations: JSON, JSON Lines or Parquet, also .gz.")
     ],
     out: Annotated[Path, typer.Option("--out", help="JSON Lines; appended to, and resumed from.")],
     endpoint: Annotated[

@@ -69,7 +69,7 @@ def show(run: RunId, coordinator: CoordinatorAddress = "", state_dir: StateDir =
 
 def watch(
     run: RunId,
-    interval: Annotated[float, typer.Option("--interval", help="Seconds between snapshots.")] = 1.0,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between snapshots.")] = 1.0,
     coordinator: CoordinatorAddress = "",
     state_dir: StateDir = None,
     as_json: AsJson = False,
@@ -139,8 +139,8 @@ def cancel(
 
 def logs(
     run: RunId,
-    rank: Annotated[int, typer.Option("--rank", help="Rank of the trainer.")] = 0,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Lines from the end.")] = 50,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank of the trainer.")] = 0,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end.")] = 50,
     coordinator: CoordinatorAddress = "",
     state_dir: StateDir = None,
     as_json: AsJson = False,

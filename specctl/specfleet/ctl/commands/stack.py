@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specfleet.ctl.options import AsJson, CoordinatorAddress, StateDir
+from specfleet.ctl.topology import EngineName, StoreKind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,11 +41,11 @@ def up(
     ] = False,
     state_dir: StateDir = None,
     store: Annotated[
-        str, typer.Option("--store", help="Where features live: mooncake, or directory (files).")
+        StoreKind, typer.Option("--store", help="Where features live: Mooncake, or files in a directory.")
     ] = "mooncake",
     pool: Annotated[str, typer.Option("--pool", help="Size of the feature pool.")] = "1G",
     engine: Annotated[
-        str,
+        EngineName,
         typer.Option("--engine", help="What captures: hf (transformers), or sglang. Runs name it as capture.engine."),
     ] = "hf",
     port: Annotated[
@@ -61,18 +62,8 @@ def up(
     from specfleet.ctl.state import StackState, default_state_dir
     from specfleet.ctl.views import stack_document, stack_table
 
-    if store not in ("mooncake", "directory"):
-        raise typer.BadParameter(f"--store {store!r} is neither mooncake nor directory")
-    if engine not in ("hf", "sglang"):
-        raise typer.BadParameter(f"--engine {engine!r} is neither hf nor sglang")
     folder = state_dir or default_state_dir()
-    options = UpOptions(
-        folder,
-        "directory" if store == "directory" else "mooncake",
-        parse_bytes(pool),
-        "sglang" if engine == "sglang" else "hf",
-        parse_ports(port),
-    )
+    options = UpOptions(folder, store, parse_bytes(pool), engine, parse_ports(port))
 
     def ready(state: StackState) -> None:
         if ready_fd >= 0:
@@ -104,7 +95,7 @@ def up(
 
 def down(
     state_dir: StateDir = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an ordered stop.")] = 180.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds to wait for an ordered stop.")] = 180.0,
     as_json: AsJson = False,
 ) -> None:
     """Stop the embedded stack in order: trainer first, so that it writes its checkpoint."""
