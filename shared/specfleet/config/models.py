@@ -14,8 +14,8 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    target: str = Field(min_length=1, description="Directory or hub id of the target model.")
-    revision: str = Field("", description="Hub revision; empty for a local directory.")
+    target: str = Field(min_length=1, description="Directory of the target model, or builtin:smollm2-135m-instruct.")
+    revision: str = Field("", description="Revision of the target, recorded in the contract.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="dtype of capture and of stored features."
     )
@@ -331,7 +331,6 @@ class GateSection(Section):
 
 
 class DeploymentSection(Section):
-    mode: Literal["embedded", "fleet"] = "embedded"
     output_dir: str = Field("runs", description="Where run directories are written.")
 
 

@@ -34,7 +34,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _target(name: str) -> str:
-    """A directory as an absolute path; anything else may be a hub id and stays as it is."""
+    """A directory as an absolute path; anything else stays as it is, for the message that it does not exist."""
     name = resolve_builtin(name)
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
