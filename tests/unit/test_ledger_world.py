@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from fixtures.ledger_world import World, new_database, new_run, sample_ref
 from sqlalchemy import Connection, insert, inspect, select, text
 
-from specfleet.contracts.errors import DataError, HostError, LedgerError
+from specfleet.contracts.errors import ConfigError, DataError, HostError, LedgerError
 from specfleet.contracts.states import RunState, TaskState
 from specfleet.coordinator.ledger import Ledger, fleet, generations, moves, outbox, runs, samples, tasks, windows
 from specfleet.coordinator.ledger import tables as t
@@ -88,6 +88,13 @@ async def test_a_ledger_that_cannot_be_opened_says_so_without_the_password() -> 
         await Ledger("postgresql+psycopg://user:secret@127.0.0.1:1/none").open()
     assert refused.value.code == "SF-LEDGER-OPEN"
     assert "secret" not in refused.value.message
+
+
+@pytest.mark.parametrize("url", ["nonsense", "coffee://host/database"])
+async def test_a_url_of_no_database_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        await Ledger(url).open()
+    assert caught.value.code == "SF-CONFIG-LEDGER-URL"
 
 
 async def test_group_commit_shares_commits_and_isolates_failures(ledger: Ledger) -> None:

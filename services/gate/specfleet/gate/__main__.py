@@ -1,6 +1,7 @@
 """`specfleet-gate`: exports drafts and measures them by real decoding."""
 
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -10,7 +11,9 @@ def gate(
     metrics: str = typer.Option("127.0.0.1:0", envvar="SPECFLEET_METRICS", help="HOST:PORT of /metrics and health."),
     coordinator: str = typer.Option("", envvar="SPECFLEET_COORDINATOR", help="HOST:PORT; empty: record no reports."),
     data_dir: Path = typer.Option(..., envvar="SPECFLEET_DATA_DIR", help="Folder of this service."),
-    device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda."),
+    device: Literal["auto", "cpu", "cuda"] = typer.Option(
+        "auto", envvar="SPECFLEET_DEVICE", help="auto: CUDA where there is any."
+    ),
     sglang_python: str = typer.Option(
         "",
         envvar="SPECFLEET_SGLANG_PYTHON",

@@ -19,10 +19,10 @@ from alembic.config import Config
 from prometheus_client import Histogram
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from specfleet.contracts.errors import HostError, LedgerError
+from specfleet.contracts.errors import ConfigError, HostError, LedgerError
 
 T = TypeVar("T")
 
@@ -48,12 +48,26 @@ class _Job:
 
 
 def build_engine(url: str, *, writer: bool) -> Engine:
-    """SQLite: WAL, synchronous FULL, BEGIN IMMEDIATE for the writer. Postgres: psycopg, read committed."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite":
-        return create_engine(
-            parsed, poolclass=QueuePool, pool_size=1 if writer else READERS, max_overflow=0, pool_pre_ping=True
-        )
+    """SQLite: WAL, synchronous FULL, BEGIN IMMEDIATE for the writer. Postgres: psycopg, read committed.
+
+    Raises ConfigError SF-CONFIG-LEDGER-URL, HostError SF-HOST-DRIVER when the database's driver is not installed.
+    """
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite":
+            return create_engine(
+                parsed, poolclass=QueuePool, pool_size=1 if writer else READERS, max_overflow=0, pool_pre_ping=True
+            )
+    except ArgumentError as error:
+        raise ConfigError(
+            "SF-CONFIG-LEDGER-URL",
+            f"--ledger: {error}. Forms: sqlite:////ABSOLUTE/PATH.db, postgresql+psycopg://USER@HOST/DATABASE",
+        ) from error
+    except ModuleNotFoundError as error:
+        raise HostError(
+            "SF-HOST-DRIVER",
+            f"--ledger needs a driver that is not installed ({error}). For Postgres: pip install 'specfleet[postgres]'",
+        ) from error
     pool: dict[str, Any] = {"poolclass": StaticPool} if writer else {"poolclass": QueuePool, "pool_size": READERS}
     engine = create_engine(parsed, connect_args={"check_same_thread": False, "timeout": 30.0}, **pool)
 
