@@ -107,6 +107,7 @@ def test_files_extend_one_another_and_overrides_win(tmp_path: Path) -> None:
     config = load_config(tmp_path / "run.yaml", ["trainer.batch_size=2", "data.filter={split: [dev]}"])
     assert (config.trainer.lr, config.trainer.epochs, config.trainer.batch_size) == (0.5, 4, 2)
     assert config.data.filter == {"split": ["dev"]}
+    assert load_config(tmp_path / "run.yaml", ["data.filter={split: [dev]}", "data.filter={}"]).data.filter == {}
 
 
 def test_extends_in_a_circle_a_missing_file_and_a_bad_override(tmp_path: Path) -> None:

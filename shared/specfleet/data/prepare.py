@@ -161,7 +161,11 @@ def _check(reading: Reading, tally: Tally, options: PrepareOptions) -> None:
         )
     if tally.rows == 0:
         unknown = sorted(set(options.keep) - reading.fields_seen - {"source"})
-        hint = f". No row has the filter's field {', '.join(unknown)}" if unknown else ""
+        hint = (
+            f". No row has the filter's field {', '.join(unknown)}. Leave it out (a run: -s data.filter={{}})"
+            if unknown
+            else ""
+        )
         raise DataError(
             "SF-DATA-NO-ROWS",
             f"none of {reading.rows_read} rows can be trained on: {reading.rejects.describe()}{hint}",
