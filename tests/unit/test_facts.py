@@ -186,10 +186,19 @@ def test_no_weights(target: Path) -> None:
     refused(target, "SF-TARGET-NO-WEIGHTS")
 
 
-def test_weights_that_are_not_safetensors(target: Path) -> None:
-    edit(target / "config.json", dtype=None)
-    (target / "model.safetensors").write_bytes(b"\xff" * 8)
+@pytest.mark.parametrize("content", [b"\xff" * 8, b"version https://git-lfs.github.com/spec/v1\n"])
+def test_weights_that_are_not_safetensors(target: Path, content: bytes) -> None:
+    (target / "model.safetensors").write_bytes(content)
     refused(target, "SF-TARGET-NO-WEIGHTS")
+
+
+def test_weights_that_are_cut_short_show_both_sizes(target: Path) -> None:
+    weights = target / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 1000)
+    message = refused(target, "SF-TARGET-NO-WEIGHTS")
+    assert f"{size - 1000:,} bytes" in message
+    assert f"{size:,}" in message
 
 
 def test_no_tokenizer(target: Path) -> None:

@@ -47,11 +47,14 @@ def read_target_facts(path: str | Path) -> TargetFacts:
     """Reads a Hugging Face directory.
 
     Raises ConfigError: SF-TARGET-MISSING (no such directory), SF-TARGET-NOT-A-MODEL (no usable config.json),
-    SF-TARGET-NO-WEIGHTS (no weight file, or a shard the index names is absent), SF-TARGET-NO-TOKENIZER.
+    SF-TARGET-NO-WEIGHTS (no weight file, or one that is absent or cut short), SF-TARGET-NO-TOKENIZER.
     """
     directory = _directory(path)
     config, text, generation = _configs(directory)
     weights = weight_files(directory)
+    for path in weights:
+        if path.suffix == ".safetensors":
+            _check_whole(path)
     return TargetFacts(
         path=directory,
         architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
@@ -217,18 +220,26 @@ def _dtype(config: dict[str, Any], text: dict[str, Any], weights: list[Path]) ->
                 return str(part[key]).removeprefix("torch.")
     # Old configs do not say: the first floating tensor of the first file does.
     if weights[0].suffix == ".safetensors":
-        for tensor in safetensors_header(weights[0]).values():
+        for tensor in read_header(weights[0])[0].values():
             if name := _SAFETENSORS_DTYPES.get(tensor.get("dtype", "")):
                 return name
     return "float32"
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Tensor name → {dtype, shape, data_offsets} of a safetensors file, without reading any tensor."""
+def _check_whole(path: Path) -> None:
+    """A download that was cut, or a Git LFS pointer in its place, would be found only by the capture workers."""
     try:
-        return read_header(path)[0]
-    except (OSError, ValueError) as error:
-        raise ConfigError("SF-TARGET-NO-WEIGHTS", f"{path} is not a safetensors file: {error}") from error
+        header, start = read_header(path)
+        size = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            "SF-TARGET-NO-WEIGHTS", f"{path} is not a safetensors file ({error}). Download it again (git lfs pull)"
+        ) from error
+    if path.stat().st_size != size:
+        raise ConfigError(
+            "SF-TARGET-NO-WEIGHTS",
+            f"{path} has {path.stat().st_size:,} bytes, its header says {size:,}. Download it again",
+        )
 
 
 def _weights_hash(directory: Path, weights: list[Path]) -> str:

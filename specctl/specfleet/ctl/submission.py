@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def absolute_paths(config: RunConfig) -> RunConfig:
     """Built-in names become paths and local paths absolute: the services read them from other working directories."""
     target = _target(config.model.target)
-    data, gate, deployment = config.data, config.gate, config.deployment
+    data, strategy, gate, deployment = config.data, config.strategy, config.gate, config.deployment
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"target": target}),
@@ -26,6 +26,9 @@ def absolute_paths(config: RunConfig) -> RunConfig:
                     "prompt_set": _absolute(data.prompt_set) if data.prompt_set else "",
                     "features": _absolute(data.features) if data.features else "",
                 }
+            ),
+            "strategy": strategy.model_copy(
+                update={"init_from": _absolute(strategy.init_from) if strategy.init_from else ""}
             ),
             "gate": gate.model_copy(update={"eval": [_absolute(path) for path in gate.eval]}),
             "deployment": deployment.model_copy(update={"output_dir": _absolute(deployment.output_dir)}),
