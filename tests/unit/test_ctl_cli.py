@@ -165,6 +165,10 @@ def test_regeneration_says_what_it_needs(tmp_path: Path) -> None:
         bad = specctl(*command, "--endpoint", "http://127.0.0.1:1", "--template-kwargs", wrong, cwd=tmp_path)
         assert bad.returncode == 2
         assert "--template-kwargs" in bad.stderr
+    # Nobody waits for a server, or starts one, only to hear that there is nothing to ask.
+    missing = specctl(*command, "--endpoint", "http://127.0.0.1:1", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "[SF-DATA-MISSING] conversation file chats.jsonl does not exist" in missing.stderr
 
 
 def test_a_bad_sample_id_is_explained(tmp_path: Path) -> None:

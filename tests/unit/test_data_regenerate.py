@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fixtures.chat_server import ChatServer, Trouble, answer_to
+from structlog.testing import capture_logs
 
 from specfleet.contracts.errors import ConfigError, DataError, HostError
 from specfleet.data.prepare import prepare_prompt_set
@@ -214,8 +215,10 @@ async def test_an_endpoint_that_is_gone_ends_the_run_and_keeps_the_rows(tmp_path
         return web.Response(status=503) if gone else None
 
     async with ChatServer(dies) as server:
-        with pytest.raises(HostError) as error:
+        with capture_logs() as logs, pytest.raises(HostError) as error:
             await run(server, tmp_path / "chats.jsonl", tmp_path / "out.jsonl", concurrency=1)
+    # Whoever waits is told, once for all attempts of a moment.
+    assert [line["event"] for line in logs] == ["endpoint does not answer; trying again"]
     assert error.value.code == "SF-REGEN-ENDPOINT"
     kept = (tmp_path / "out.jsonl").read_bytes()
     assert kept.count(b"\n") == 6

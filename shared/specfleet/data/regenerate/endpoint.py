@@ -3,14 +3,20 @@
 import asyncio
 import json
 import random
+import time
 from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
+import structlog
 
 from specfleet.contracts.errors import ConfigError, HostError
 from specfleet.data.conversation import RowRejected
 
+log = structlog.get_logger()
+
+# Many requests fail together when an engine goes away: one line tells of all.
+_SAY_EVERY_S = 10.0
 # What passes by itself: timeouts, too many requests, and whatever a proxy says while its engine restarts.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -47,6 +53,7 @@ class Endpoint:
         self._patience = patience or Patience()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._successes = 0
+        self._said_s = -_SAY_EVERY_S
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -97,6 +104,7 @@ class Endpoint:
                 failure = f"{type(error).__name__}: {error}"
             if failures < self._patience.attempts:
                 wait_s = self._patience.wait_s(failures, random.random())
+                self._say(path, failure)
                 await asyncio.sleep(max(wait_s, min(asked_s, self._patience.longest_wait_s)))
         failure = f"{failure} ({self._patience.attempts} attempts)"
         if self._successes > before:
@@ -105,6 +113,12 @@ class Endpoint:
         raise HostError(
             "SF-REGEN-ENDPOINT", f"{self.url}{path} does not answer: {failure}. What is written stays; run it again"
         )
+
+    def _say(self, path: str, failure: str) -> None:
+        now = time.monotonic()
+        if now - self._said_s >= _SAY_EVERY_S:
+            self._said_s = now
+            log.warning("endpoint does not answer; trying again", url=self.url + path, error=failure)
 
 
 def _document(text: str) -> dict[str, Any]:

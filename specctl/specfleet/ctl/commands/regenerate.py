@@ -80,12 +80,15 @@ def regenerate(
     from specfleet.data.demo import resolve_builtin
     from specfleet.data.regenerate.endpoint import Patience
     from specfleet.data.regenerate.engines import Sampling
+    from specfleet.data.sources import resolve_sources
     from specfleet.telemetry import logs
 
     logs.configure("specctl")
     if not (endpoint or target):
         raise typer.BadParameter("who answers? Give --endpoint URL, --target DIR or both")
     kwargs = _json_object(template_kwargs) | ({} if thinking is None else {"enable_thinking": thinking})
+    # Before a server is started or waited for.
+    resolve_sources(files)
     result = asyncio.run(
         _run(
             files,
