@@ -119,9 +119,10 @@ def resume(
     """Let a paused run go on from its newest checkpoint."""
     from specfleet.config import dump_config, load_config
     from specfleet.ctl.client import Client, find_address
+    from specfleet.ctl.submission import absolute_paths
     from specfleet.wire.run_pb2 import ResumeRunRequest
 
-    text = dump_config(load_config(config)) if config else ""
+    text = dump_config(absolute_paths(load_config(config))) if config else ""
     with Client(find_address("coordinator", coordinator, state_dir)) as client:
         _show(as_json, client.call(client.runs.ResumeRun, ResumeRunRequest(run_id=run, config_yaml=text)).run)
 
