@@ -84,6 +84,18 @@ def test_a_disk_that_is_too_small_is_refused_with_the_numbers(build: Build, monk
         build()
 
 
+def test_a_place_that_holds_something_else_is_refused_before_a_run_begins(build: Build, tmp_path: Path) -> None:
+    place = tmp_path / "My Set"
+    place.write_text("notes")
+    with pytest.raises(DataError, match=r"SF-FEATURES-OTHER.*is a file"):
+        build()
+    place.unlink()
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"SF-FEATURES-OTHER.*it holds config\.json"):
+        build()
+
+
 def test_another_set_in_the_directory_is_refused_and_a_complete_one_is_done(build: Build, tmp_path: Path) -> None:
     request = build()
     assert request is not None

@@ -155,7 +155,12 @@ def _take_lock(directory: Path) -> int:
     return lock
 
 
-def _begin(directory: Path, contract: CaptureContract, prompts: "PromptSet") -> Manifest:
+def check_vacant(directory: Path) -> None:
+    """Raises DataError SF-FEATURES-OTHER when a set cannot begin there: it is a file, or holds other things."""
+    if not directory.is_dir():
+        if directory.exists():
+            raise DataError("SF-FEATURES-OTHER", f"{directory} is a file; choose a directory")
+        return
     strangers = sorted(
         path.name for path in directory.iterdir() if path.name != PROMPTS and not path.name.startswith(".")
     )
@@ -164,6 +169,10 @@ def _begin(directory: Path, contract: CaptureContract, prompts: "PromptSet") -> 
             "SF-FEATURES-OTHER",
             f"{directory} is not a feature set and not empty (it holds {', '.join(strangers[:3])}); choose another directory",
         )
+
+
+def _begin(directory: Path, contract: CaptureContract, prompts: "PromptSet") -> Manifest:
+    check_vacant(directory)
     _copy_prompts(prompts, directory / PROMPTS)
     named = CaptureContract()
     named.CopyFrom(contract)

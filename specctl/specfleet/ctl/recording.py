@@ -22,7 +22,7 @@ from specfleet.ctl.views import in_flight
 from specfleet.data.prompt_set import PromptSet
 from specfleet.features.feature_set import FeatureSet
 from specfleet.features.manifest import is_feature_set, read_manifest
-from specfleet.features.writer import check_same
+from specfleet.features.writer import check_same, check_vacant
 from specfleet.wire.run_pb2 import RunSnapshot, SubmitRunRequest
 
 # Left free beside the set: the manifest, its successor, and whoever else writes to the disk.
@@ -41,10 +41,13 @@ def build_recording(
 
     An unfinished run for this directory is the one to go on with; otherwise it is a new one.
 
-    Raises ConfigError or DataError for what the user can correct, SF-FEATURES-OTHER when the directory holds another set;
+    Raises ConfigError or DataError for what the user can correct, SF-FEATURES-OTHER when the directory holds something else;
     HostError SF-HOST-SPACE when the rest of the set does not fit.
     """
     config = absolute_paths(load_config(recipe, overrides))
+    begun = is_feature_set(directory)
+    if not begun:
+        check_vacant(directory)
     if config.data.source != "prompts":
         raise ConfigError(
             "SF-RECORD-SOURCE", f"{recipe}: data.source is {config.data.source!r}; recording needs prompts"
@@ -56,7 +59,7 @@ def build_recording(
     request = submission(config, report=report)
     prompts = PromptSet.open(request.prompt_set_uri)
     missing = np.ones(len(prompts), dtype=np.bool_)
-    if is_feature_set(directory):
+    if begun:
         found = FeatureSet.open(directory)
         check_same(found, request.contract, prompts)
         if found.manifest.complete:
