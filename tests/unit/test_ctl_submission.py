@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from specfleet.config import parse_config
-from specfleet.ctl.submission import absolute_paths
+from specfleet.contracts.errors import SpecfleetError
+from specfleet.ctl.submission import absolute_paths, submission
 
 
 def test_every_path_is_absolute_from_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,21 @@ def test_every_path_is_absolute_from_the_folder_of_the_command(tmp_path: Path, m
     # What is not named stays so.
     bare = absolute_paths(parse_config("model: {target: org/name}\ndata: {train: [a.jsonl]}\n"))
     assert (bare.model.target, bare.strategy.init_from, bare.data.features) == ("org/name", "", "")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code"),
+    [
+        ("{name: eagle3, init_from: /nowhere/draft}", "SF-INIT-MISSING"),
+        ("{name: dflash, layers: [1, 3], num_layers: 2, mask_token_id: 999999}", "SF-CONFIG-MASK-TOKEN"),
+        # 2 is the end token.
+        ("{name: peagle, mask_token_id: 2}", "SF-CONFIG-MASK-TOKEN"),
+    ],
+)
+def test_a_draft_that_cannot_be_built_is_refused_before_the_fleet_is_asked(
+    tmp_path: Path, tiny_target: Path, strategy: str, code: str
+) -> None:
+    text = f"model: {{target: {tiny_target}}}\ndata: {{train: [{tmp_path}/a.jsonl]}}\nstrategy: {strategy}\n"
+    with pytest.raises(SpecfleetError) as caught:
+        submission(absolute_paths(parse_config(text)))
+    assert (caught.value.code, caught.value.exit_code) == (code, 2)

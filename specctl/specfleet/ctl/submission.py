@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specfleet.config import RunConfig, dump_config, load_config
+from specfleet.config.models import Eagle3Section
+from specfleet.contracts.errors import DataError
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin
 from specfleet.wire.run_pb2 import SubmitRunRequest
@@ -72,12 +74,30 @@ def submission(
     if config.data.source == "features":
         config, prompt_set = _recorded(config, report)
     contract = build_contract(config, read_target_facts(config.model.target))
+    if not config.records:
+        _check_draft(config)
     if prompt_set is None:
         prompt_set = _prepared(config, prompt_sets or Path(config.deployment.output_dir) / "prompt-sets")
     report(f"prompt set {prompt_set.digest[:16]}: {len(prompt_set):,} prompts in {prompt_set.path}")
     return SubmitRunRequest(
         config_yaml=dump_config(config), prompt_set_uri=str(prompt_set.path), contract=contract, run_id=config.run_id
     )
+
+
+def _check_draft(config: RunConfig) -> None:
+    """What the trainer would refuse only once target and fleet are up. Raises DataError SF-INIT-MISSING, ConfigError
+    SF-CONFIG-MASK-TOKEN."""
+    from specfleet.target.mask_token import resolve_mask_token
+
+    strategy = config.strategy
+    if strategy.init_from:
+        if not (Path(strategy.init_from) / "config.json").is_file():
+            raise DataError(
+                "SF-INIT-MISSING",
+                f"strategy.init_from: {strategy.init_from} has no config.json, so it is not an exported draft",
+            )
+    elif not isinstance(strategy, Eagle3Section):
+        resolve_mask_token(config.model.target, strategy.mask_token_id)
 
 
 def _recorded(config: RunConfig, report: Callable[[str], None]) -> "tuple[RunConfig, PromptSet]":
