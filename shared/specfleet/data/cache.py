@@ -33,7 +33,8 @@ def exclusive(path: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise HostError(
-            "SF-HOST-CACHE", f"{path.parent} cannot be written: {error}. Set SPECFLEET_CACHE, --out or deployment.output_dir"
+            "SF-HOST-CACHE",
+            f"{path.parent} cannot be written: {error}. Set SPECFLEET_CACHE, --out or deployment.output_dir",
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
