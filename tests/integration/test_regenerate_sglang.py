@@ -16,7 +16,8 @@ from specfleet.data.regenerate.endpoint import Endpoint
 from specfleet.data.regenerate.engines import OpenAIEngine, Sampling, SglangEngine
 from specfleet.data.regenerate.run import regenerate
 from specfleet.drafts.decode import decode_greedy
-from specfleet.sglang.launch import Server, ServerOptions, find_python
+from specfleet.sglang.interpreter import find_python
+from specfleet.sglang.launch import Server, ServerOptions
 from specfleet.target.hf import HFTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]

@@ -24,7 +24,7 @@ from specfleet.gate.evaluate import evaluate
 from specfleet.gate.exporting import export_checkpoint
 from specfleet.gate.rows import select_rows
 from specfleet.gate.serving import Served, Serving, check_served, compare, serve
-from specfleet.sglang.launch import find_python
+from specfleet.sglang.interpreter import find_python
 from specfleet.target.hf import HFTarget
 from specfleet.trainer.strategies.dflash import DFlashStrategy
 from specfleet.wire.gate_pb2 import ExportDraftRequest, StartGateRequest

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from specfleet.capture.sglang_plugin.versions import TESTED
 from specfleet.contracts.errors import CaptureItemError, EngineError, HostError, StoreError
-from specfleet.sglang.launch import find_python
+from specfleet.sglang.interpreter import find_python
 from specfleet.store.factory import open_store
 from specfleet.wire.records_pb2 import PromptTask
 

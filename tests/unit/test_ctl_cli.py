@@ -202,3 +202,23 @@ def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
     assert {"python", "memory", "disk", "nats-server", "loopback ports", "wire code", "torch"} <= names
     assert done.returncode == (0 if document["healthy"] else 3)
     assert all(finding["remedy"] for finding in document["findings"] if finding["level"] == "fail")
+
+
+def test_doctor_works_where_only_the_base_dependencies_are(tmp_path: Path) -> None:
+    hidden = (
+        "torch",
+        "transformers",
+        "safetensors",
+        "aiohttp",
+        "sqlalchemy",
+        "pyarrow",
+        "mooncake",
+        "sglang",
+        "psutil",
+    )
+    blocker = f"import sys\nsys.modules.update(dict.fromkeys({hidden!r}))\n"
+    (tmp_path / "sitecustomize.py").write_text(blocker)
+    done = specctl("doctor", "--json", cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    findings = json.loads(done.stdout)["findings"]
+    assert "sglang" in {finding["name"] for finding in findings}
+    assert not [finding for finding in findings if "this check itself" in finding["remedy"]]

@@ -27,7 +27,8 @@ from specfleet.contracts.errors import (
 )
 from specfleet.contracts.ids import task_key
 from specfleet.sglang.client import SGLangClient
-from specfleet.sglang.launch import Server, ServerOptions, find_python, server_argv, server_env
+from specfleet.sglang.interpreter import find_python
+from specfleet.sglang.launch import Server, ServerOptions, server_argv, server_env
 from specfleet.wire.records_pb2 import CaptureContract, PromptTask, TaskAttempt
 
 # SmolLM2-135M.

@@ -195,7 +195,7 @@ def _accelerator(_: Path) -> Finding:
 
 def _sglang(_: Path) -> Finding:
     from specfleet.contracts.errors import HostError
-    from specfleet.sglang.launch import find_python
+    from specfleet.sglang.interpreter import find_python
 
     try:
         python = find_python(os.environ.get("SPECFLEET_SGLANG_PYTHON", ""))

@@ -64,7 +64,7 @@ def require_memory(pool_bytes: int) -> None:
 
 def require_sglang() -> None:
     """Raises HostError SF-SGLANG-PYTHON when no interpreter here has SGLang."""
-    from specfleet.sglang.launch import find_python
+    from specfleet.sglang.interpreter import find_python
 
     find_python(os.environ.get("SPECFLEET_SGLANG_PYTHON", ""))
 

@@ -18,7 +18,7 @@ from specfleet.gate.measure import measure, ngram_table, source_table
 from specfleet.gate.report import finish_report, write_report
 from specfleet.gate.rows import EvalRow, select_rows
 from specfleet.gate.serving import Serving, check_served, served_report, serving_depth, serving_dtype
-from specfleet.sglang.launch import find_python
+from specfleet.sglang.interpreter import find_python
 from specfleet.sglang.speculation import why_not_served
 from specfleet.target.facts import TargetFacts, read_target_facts
 from specfleet.wire.gate_pb2 import StartGateRequest

@@ -30,7 +30,7 @@ def verify_engine(
 
     Each hooked function must have the tested signature and source. A capture server checks the same before it starts.
     """
-    from specfleet.sglang.launch import find_python
+    from specfleet.sglang.interpreter import find_python
 
     rows = _measure(find_python(python))
     emit(as_json, rows, lambda console: _render(console, rows))

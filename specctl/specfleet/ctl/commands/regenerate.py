@@ -141,7 +141,8 @@ async def _run(
 
 def _server(target: str, sglang_python: str, log_path: Path) -> "Server":
     """SGLang with the target as it is stored; on a machine without GPU in float32."""
-    from specfleet.sglang.launch import Server, ServerOptions, find_python
+    from specfleet.sglang.interpreter import find_python
+    from specfleet.sglang.launch import Server, ServerOptions
     from specfleet.target.facts import read_target_facts
 
     facts = read_target_facts(target)

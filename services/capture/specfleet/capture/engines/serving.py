@@ -16,7 +16,8 @@ from specfleet.capture.engines.table import EngineOptions
 from specfleet.capture.sglang_plugin import ENVIRONMENT
 from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.contracts.capture import DTYPE_BYTES
-from specfleet.sglang.launch import Server, ServerOptions, find_python
+from specfleet.sglang.interpreter import find_python
+from specfleet.sglang.launch import Server, ServerOptions
 from specfleet.store.tensors import dtype_name
 from specfleet.target.dtypes import DTYPES, compute_dtype
 from specfleet.target.facts import read_target_facts
