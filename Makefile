@@ -52,7 +52,7 @@ proto: .venv/.dev.stamp
 
 bench: .venv/.dev.stamp
 	$(PY) benchmarks/ledger_throughput.py
-	$(PY) benchmarks/store_throughput.py
+	$(PY) -m benchmarks.store_throughput
 
 bench-strategies: .venv/.local.stamp
 	$(PY) -m benchmarks.strategies $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)

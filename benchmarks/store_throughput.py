@@ -1,6 +1,6 @@
 """How much of Mooncake's own speed a FeatureStore passes on.
 
-    python benchmarks/store_throughput.py [--object-mib 16 64] [--rounds 5] [--tcp]
+    python -m benchmarks.store_throughput [--object-mib 16 64] [--rounds 5] [--tcp]
 
 Starts a master and a pre-faulted owner on loopback and moves batches of objects in alternation through bare
 batch_put_from / batch_get_into on registered memory, and through FeatureStore with all its checks (existence, stored
@@ -9,50 +9,26 @@ is the same put from ordinary tensors, which must be copied into registered memo
 """
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.mooncake_pool import mooncake_pool
 from specfleet.contracts.ids import task_key
 from specfleet.store.factory import open_store
 from specfleet.store.mooncake import MooncakeStore
-from specfleet.store.prefault import prefault
-from specfleet.store.processes import master_command, master_ready, owner_command, owner_ready
 from specfleet.wire.records_pb2 import SampleRef, TaskAttempt
 
 POOL_BYTES = 1 << 30
 BATCH_BYTES = 128 << 20
 # One half is lent: it must hold the batch that is put and the one that is read back.
 BUFFER_BYTES = 6 * BATCH_BYTES
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-async def until(ready: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await ready():  # noqa: ASYNC110  another process: nothing to wait on
-            await asyncio.sleep(0.02)
-
-
-def spawn(argv: list[str]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([str(Path(sys.executable).parent / argv[0]), *argv[1:]], stderr=subprocess.DEVNULL)
 
 
 class Clock:
@@ -102,6 +78,7 @@ def measure(url: str, object_bytes: int, rounds: int) -> dict[str, Any]:
     clock = Clock()
     count = BATCH_BYTES // object_bytes
     try:
+        store.remove([f"{store.name}/nothing"])  # memory is lent once a call has connected
         lent = {f"feature{i}": store.empty([object_bytes // 2], torch.bfloat16) for i in range(count)}
         for seed, tensor in enumerate(lent.values()):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
@@ -134,21 +111,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tcp", action="store_true", help="over TCP instead of the owner's shared memory")
     options = parser.parse_args()
-    master_port, metrics_port, owner_port = free_port(), free_port(), free_port()
-    master, metrics, owner = (f"127.0.0.1:{port}" for port in (master_port, metrics_port, owner_port))
-    client = "" if options.tcp else f"client={owner}&"
-    url = f"mooncake://{master}/bench?{client}metrics={metrics}&buffer={BUFFER_BYTES}"
-    processes = [spawn(master_command(port=master_port, metrics_port=metrics_port))]
-    try:
-        asyncio.run(until(lambda: master_ready(metrics)))
-        processes.append(spawn(owner_command(port=owner_port, master=master, pool_bytes=POOL_BYTES)))
-        asyncio.run(until(lambda: owner_ready(owner, metrics, POOL_BYTES)))
-        prefault(url)
-        results = [measure(url, mib << 20, options.rounds) for mib in options.object_mib]
-    finally:
-        for process in reversed(processes):
-            process.kill()
-            process.wait()
+    with mooncake_pool("bench", POOL_BYTES, shared_memory=not options.tcp) as url:
+        results = [measure(f"{url}&buffer={BUFFER_BYTES}", mib << 20, options.rounds) for mib in options.object_mib]
     ratio = min(min(result["put_ratio"], result["get_ratio"]) for result in results)
     host = {"machine": platform.machine(), "cores": os.cpu_count()}
     transport = "tcp" if options.tcp else "shared memory"
