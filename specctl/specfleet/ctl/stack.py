@@ -31,6 +31,8 @@ class UpOptions:
     pool_bytes: int = 1 << 30
     engine: EngineName = "hf"
     ports: Mapping[str, int] = field(default_factory=dict)
+    slots: int = 0
+    """Ranks the trainer runs at a time; 0: one per CUDA device, or 1."""
 
 
 def require_mooncake() -> None:
@@ -118,7 +120,12 @@ def _serve_on(
     on_ready: Callable[[StackState], None],
 ) -> None:
     site = embedded_site(
-        state_dir, ports.numbers, store=options.store, pool_bytes=options.pool_bytes, engine=options.engine
+        state_dir,
+        ports.numbers,
+        store=options.store,
+        pool_bytes=options.pool_bytes,
+        engine=options.engine,
+        slots=options.slots,
     )
     for folder in site.data.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -154,7 +161,16 @@ def start_detached(options: UpOptions, *, with_parent: bool = False) -> StackSta
     reader, writer = os.pipe()
     command = [
         *(sys.executable, "-m", "specfleet.ctl", "up", "--state-dir", str(state_dir)),
-        *("--store", options.store, "--pool", str(options.pool_bytes), "--engine", options.engine),
+        *(
+            "--store",
+            options.store,
+            "--pool",
+            str(options.pool_bytes),
+            "--engine",
+            options.engine,
+            "--slots",
+            str(options.slots),
+        ),
         *("--ready-fd", str(writer)),
         *(part for name, number in options.ports.items() for part in ("--port", f"{name}={number}")),
         *(("--with-parent", str(os.getpid())) if with_parent else ()),

@@ -123,11 +123,14 @@ def embedded_site(
     store: StoreKind = "mooncake",
     pool_bytes: int = 1 << 30,
     engine: EngineName = "hf",
+    slots: int = 0,
 ) -> Site:
     """Everything on loopback, everything below the state folder."""
     data = {name: str(state_dir / "data" / name) for name in folder_names(store)}
     server_log = str(state_dir / "logs" / "sglang.log") if engine == "sglang" else ""
-    return Site(ports=ports, data=data, store=store, pool_bytes=pool_bytes, engine=engine, server_log=server_log)
+    return Site(
+        ports=ports, data=data, store=store, pool_bytes=pool_bytes, engine=engine, server_log=server_log, slots=slots
+    )
 
 
 def stack(site: Site) -> list[Service]:

@@ -19,13 +19,16 @@ def gate(
         envvar="SPECFLEET_SGLANG_PYTHON",
         help="Interpreter that has SGLang, for jobs that serve; default: this one or .venv-sglang.",
     ),
+    sglang_flags: str = typer.Option(
+        "", envvar="SPECFLEET_SGLANG_FLAGS", help="Further flags of its servers, as one string."
+    ),
     insecure: bool = typer.Option(False, envvar="SPECFLEET_INSECURE", help="Allow other than loopback addresses."),
 ) -> None:
     """Serves exports and gate jobs."""
     from specfleet.gate.app import Options, serve
     from specfleet.telemetry.process import run_service
 
-    run_service(serve(Options(listen, metrics, coordinator, data_dir, device, sglang_python, insecure)))
+    run_service(serve(Options(listen, metrics, coordinator, data_dir, device, sglang_python, sglang_flags, insecure)))
 
 
 def main() -> None:

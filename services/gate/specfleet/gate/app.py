@@ -34,6 +34,7 @@ class Options:
     data_dir: Path
     device: str
     sglang_python: str
+    sglang_flags: str
     insecure: bool
 
 
@@ -79,7 +80,13 @@ async def serve(options: Options) -> None:
     logs.configure("gate")
     stop = stop_event()
     recorder = Recorder(options.coordinator)
-    jobs = Jobs(options.data_dir.resolve() / "jobs", options.device, recorder.record, options.sglang_python)
+    jobs = Jobs(
+        options.data_dir.resolve() / "jobs",
+        options.device,
+        recorder.record,
+        options.sglang_python,
+        options.sglang_flags,
+    )
     recorder.jobs = jobs
     resumed = jobs.restore()
     server = RpcServer(options.listen, insecure=options.insecure)

@@ -1,7 +1,8 @@
 """The process that does the work: torch lives and dies here, so the service stays small and a crash costs one job.
 
-stdin: one JSON object {"do": "export" | "gate", "request", "device", "sglang_python", "parent": pid}. stdout: one JSON object a
-line, any number of {"progress": {"stage", "done", "total"}}, then one {"result": …} or {"error": {"type", "code", "message"}}.
+stdin: one JSON object {"do": "export" | "gate", "request", "device", "sglang_python", "sglang_flags", "parent": pid}. stdout: one
+JSON object a line, any number of {"progress": {"stage", "done", "total"}}, then one {"result": …} or {"error": {"type", "code",
+"message"}}.
 """
 
 import json
@@ -52,7 +53,7 @@ def _gate(order: dict[str, Any], out: TextIO) -> dict[str, Any]:
         _send(out, {"progress": {"stage": stage, "done": done, "total": total}})
 
     request = ParseDict(order["request"], StartGateRequest())
-    return evaluate(request, order["device"], progress, order["sglang_python"])
+    return evaluate(request, order["device"], progress, order["sglang_python"], order["sglang_flags"])
 
 
 def _send(out: TextIO, line: dict[str, Any]) -> None:

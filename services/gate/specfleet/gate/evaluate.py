@@ -1,5 +1,6 @@
 """One gate job from request to report: load, compare, measure acceptance, decode losslessly, judge. Top to bottom."""
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,9 @@ DEFAULT_LOSSLESS_TOKENS = 32
 DEFAULT_SERVE_TOKENS = 32
 
 
-def evaluate(request: StartGateRequest, device: str, progress: Progress, sglang_python: str = "") -> dict[str, Any]:
+def evaluate(
+    request: StartGateRequest, device: str, progress: Progress, sglang_python: str = "", sglang_flags: str = ""
+) -> dict[str, Any]:
     """The report. A draft that does not pass is a report with verdict FAIL; what cannot be judged raises SpecfleetError."""
     started = time.monotonic()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -98,7 +101,7 @@ def evaluate(request: StartGateRequest, device: str, progress: Progress, sglang_
     report["lossless"] = lossless_report(decoded)
     checks.append(_lossless(report["lossless"]))
     if request.serve_engine:
-        report["served"] = _serve(request, rows, draft, facts, depth, device, python, progress)
+        report["served"] = _serve(request, rows, draft, facts, depth, device, python, sglang_flags, progress)
         checks.append(check_served(report["served"]))
     return _close(report, checks, request, started)
 
@@ -145,6 +148,7 @@ def _serve(
     depth: int,
     device: str,
     python: str,
+    flags: str,
     progress: Progress,
 ) -> dict[str, Any]:
     if reason := why_not_served(draft.kind, export_engine(request.export_dir)):
@@ -158,6 +162,7 @@ def _serve(
         depth=serving_depth(draft, depth),
         new_tokens=request.serve_new_tokens or DEFAULT_SERVE_TOKENS,
         log_path=Path(request.output_dir) / "sglang.log",
+        flags=tuple(shlex.split(flags)),
     )
     chosen = shortest(rows, request.serve_rows or 1)
     return served_report(chosen, draft, serving, lambda done, total: progress("serving", done, total))

@@ -93,9 +93,10 @@ class Jobs:
         device: str,
         on_done: Callable[[StartGateRequest, GateStatus], Awaitable[None]],
         sglang_python: str = "",
+        sglang_flags: str = "",
     ) -> None:
         self._folder, self._device, self._on_done = folder, device, on_done
-        self._sglang_python = sglang_python
+        self._sglang_python, self._sglang_flags = sglang_python, sglang_flags
         self._requests: dict[str, StartGateRequest] = {}
         self._status: dict[str, GateStatus] = {}
         self._queue: deque[str] = deque()
@@ -183,6 +184,7 @@ class Jobs:
             "request": MessageToDict(request, preserving_proto_field_name=True),
             "device": self._device,
             "sglang_python": self._sglang_python,
+            "sglang_flags": self._sglang_flags,
         }
         log.info("gate job starts", gate=gate_id, run=request.run_id, export=request.export_dir)
         try:

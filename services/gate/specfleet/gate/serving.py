@@ -31,8 +31,8 @@ TIE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 ROUNDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 # A CPU interprets the kernels: about a second a token.
 _ROW_S = 600.0
-# On a CPU SGLang would take most of the memory for its cache.
-_CPU_POOL_TOKENS = 4096
+# One row at a time needs no more; SGLang would take most of the memory for its cache.
+_POOL_TOKENS = 4096
 # SGLang refuses prompts within seven tokens of its context length.
 _HEADROOM = 8
 
@@ -66,6 +66,8 @@ class Serving:
     depth: int
     new_tokens: int
     log_path: Path
+    flags: tuple[str, ...] = ()
+    """Further flags of the server."""
 
 
 def serving_depth(draft: Draft, wanted: int) -> int:
@@ -83,13 +85,15 @@ async def serve(
 ) -> tuple[str, list[Served]]:
     """(version of SGLang, answers), one row at a time as the reference decodes. Raises HostError SF-SGLANG-START, EngineError."""
     longest = max(row.text.prompt_tokens for row in rows) + serving.new_tokens + serving.depth + _HEADROOM
-    on_cpu = serving.device == "cpu"
     options = ServerOptions(
         serving.target_dir,
         serving.device,
         serving.dtype,
-        context_length=longest if on_cpu else 0,
-        pool_tokens=max(_CPU_POOL_TOKENS, 2 * longest) if on_cpu else 0,
+        context_length=longest if serving.device == "cpu" else 0,
+        pool_tokens=max(_POOL_TOKENS, 2 * longest),
+        # Recording graphs that a few rows hardly replay is most of a start.
+        prefill_graphs=False,
+        flags=("--cuda-graph-max-bs-decode", "1", *serving.flags),
     )
     server = Server(serving.python, speculating(options, kind, serving.export_dir, serving.depth), serving.log_path)
     progress(0, len(rows))
@@ -98,21 +102,22 @@ async def serve(
         async with SGLangClient(server.url) as client:
             answers = []
             for row in rows:
-                answers.append(await _answer(client, row, serving.new_tokens))
+                answers.append(await answer(client, row, serving.new_tokens))
                 progress(len(answers), len(rows))
             return (await client.facts()).version, answers
     finally:
         await server.stop()
 
 
-async def _answer(client: SGLangClient, row: EvalRow, new_tokens: int) -> Served:
+async def answer(client: SGLangClient, row: EvalRow, new_tokens: int) -> Served:
+    """The greedy answer to the row's prompt. Raises what SGLangClient raises."""
     prompt = list(row.text.input_ids[: row.text.prompt_tokens])
     request = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
-    answer = await client.generate(request, _ROW_S)
-    meta = answer["meta_info"]
+    said = await client.generate(request, _ROW_S)
+    meta = said["meta_info"]
     return Served(
         row,
-        list(answer["output_ids"]),
+        list(said["output_ids"]),
         str(meta["finish_reason"]["type"]),
         # Absent when the server never verified a guess.
         int(meta.get("spec_verify_ct", 0)),

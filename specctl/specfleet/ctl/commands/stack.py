@@ -48,6 +48,12 @@ def up(
         EngineName,
         typer.Option("--engine", help="What captures: hf (transformers), or sglang. Runs name it as capture.engine."),
     ] = "hf",
+    slots: Annotated[
+        int,
+        typer.Option(
+            "--slots", min=0, help="Ranks the trainer runs at a time; 0: one per GPU, or 1. Small drafts share a GPU."
+        ),
+    ] = 0,
     port: Annotated[
         list[str] | None, typer.Option("--port", metavar="NAME=N", help="Fix a port; others are chosen by the system.")
     ] = None,
@@ -63,7 +69,7 @@ def up(
     from specfleet.ctl.views import stack_document, stack_table
 
     folder = state_dir or default_state_dir()
-    options = UpOptions(folder, store, parse_bytes(pool), engine, parse_ports(port))
+    options = UpOptions(folder, store, parse_bytes(pool), engine, parse_ports(port), slots)
 
     def ready(state: StackState) -> None:
         if ready_fd >= 0:
