@@ -161,16 +161,8 @@ def start_detached(options: UpOptions, *, with_parent: bool = False) -> StackSta
     reader, writer = os.pipe()
     command = [
         *(sys.executable, "-m", "specfleet.ctl", "up", "--state-dir", str(state_dir)),
-        *(
-            "--store",
-            options.store,
-            "--pool",
-            str(options.pool_bytes),
-            "--engine",
-            options.engine,
-            "--slots",
-            str(options.slots),
-        ),
+        *("--store", options.store, "--pool", str(options.pool_bytes)),
+        *("--engine", options.engine, "--slots", str(options.slots)),
         *("--ready-fd", str(writer)),
         *(part for name, number in options.ports.items() for part in ("--port", f"{name}={number}")),
         *(("--with-parent", str(os.getpid())) if with_parent else ()),
