@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("mass", [True, False])
 @pytest.mark.parametrize("lk", [Lk(), Lk("alpha"), Lk("lambda")], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+# In bf16 what rounding the inputs alone does to α's gradient: 3.5 % on the CPU, too.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_cuda_equals_cpu(dtype: torch.dtype, tolerance: float, lk: Lk, mass: bool) -> None:
     if lk.kind != "none" and not mass:
         pytest.skip("an LK loss needs the teacher's mass")
