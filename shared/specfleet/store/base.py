@@ -1,14 +1,22 @@
 """The one interface to feature storage. Backends: Mooncake, a directory, and an in-memory twin (store/factory.py)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from specfleet.contracts.errors import StoreError
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
 if TYPE_CHECKING:
     import torch
+
+
+Sample = tuple[TaskAttempt, Mapping[str, "torch.Tensor"]]
+"""What one put writes."""
+
+PageLock = Callable[[int, int], Callable[[], None]]
+"""Locks the pages of `num_bytes` from an address for a device's copies; returns what unlocks them. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +49,32 @@ class FeatureStore(ABC):
         """An uninitialised CPU tensor that put() moves fastest: a backend may give memory it need not copy."""
         import torch
 
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def reserve(self, num_bytes: int, page_lock: PageLock) -> None:  # noqa: B027  most backends have no such memory
+        """Asks, before any other call, that empty() gives memory of the backend's own, enough for num_bytes of tensors at
+        a time, with its pages locked from before the first tensor until after the last. A backend without such memory
+        does nothing. Raises StoreError when it cannot be had now; later connections try again.
+        """
 
     @abstractmethod
     def put(self, attempt: TaskAttempt, tensors: Mapping[str, "torch.Tensor"]) -> list[FeatureSpec]:
-        """Writes each tensor under feature_key(name, attempt, feature) and verifies its stored length.
+        """Writes each tensor under feature_key(name, attempt, feature) and verifies that it is stored.
 
         Tensors are contiguous, non-empty CPU tensors of any dtype in contracts.capture.DTYPE_BYTES. Returns one spec
         per tensor, with the xxh3-64 checksum of its bytes, in the mapping's order. On any failure nothing of this
         sample stays behind. Raises StoreFullError when the pool has no room (back-pressure), StoreError otherwise.
         """
+
+    def put_many(self, samples: Sequence[Sample]) -> list[list[FeatureSpec] | StoreError]:
+        """put() of each, in their order: its specs, or the StoreError it would raise, which touches no other sample."""
+        outcomes: list[list[FeatureSpec] | StoreError] = []
+        for attempt, tensors in samples:
+            try:
+                outcomes.append(self.put(attempt, tensors))
+            except StoreError as error:
+                outcomes.append(error)
+        return outcomes
 
     @abstractmethod
     def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> dict[str, "torch.Tensor"]:

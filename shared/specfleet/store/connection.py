@@ -9,6 +9,8 @@ import mmap
 import os
 import socket
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from specfleet.contracts.errors import HostError, StoreError
 from specfleet.store.arena import Arena
+from specfleet.store.base import PageLock
 from specfleet.store.tensors import Bytes
 
 # Result codes of Mooncake 0.3.13 that mean something to us; every other negative one is infrastructure.
@@ -72,17 +75,30 @@ def _library_error(message: str) -> HostError:
     )
 
 
-class Connection:
-    """A set-up client and its region: one half stages copies, the other lends views that callers keep."""
+@dataclass(frozen=True)
+class Region:
+    """A connection's transfer memory: the first part stages copies, the second is lent, with its pages locked."""
 
-    def __init__(self, client: Any, base: int, size: int, memory: mmap.mmap | None) -> None:
+    staging_bytes: int
+    lent_bytes: int
+    page_lock: PageLock | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.staging_bytes + self.lent_bytes
+
+
+class Connection:
+    """A set-up client and its region, part of which it lends as views that callers keep."""
+
+    def __init__(self, client: Any, base: int, region: Region, memory: mmap.mmap | None) -> None:
         self.client = client
         self.retired = False
-        half = size // 2
-        self.staging = Arena(base, half)
-        self.views = Arena(base + half, size - half)
+        self.staging = Arena(base, region.staging_bytes)
+        self.views = Arena(base + region.staging_bytes, region.lent_bytes)
+        unlock = region.page_lock(self.views.base, self.views.size) if region.page_lock else None
         # Runs when the last user (store, call in flight or lent view) is gone, or at interpreter exit.
-        self._shut = weakref.finalize(self, _shut, client, base, size, memory)
+        self._shut = weakref.finalize(self, _shut, client, base, region.num_bytes, memory, unlock)
 
     def lend(self, num_bytes: int) -> Bytes | None:
         """Registered memory as a writable uint8 array that returns by itself; None when none is free now.
@@ -97,9 +113,9 @@ class Connection:
         weakref.finalize(block, _give_back, self, address).atexit = False
         return np.frombuffer(memoryview(block), dtype=np.uint8)
 
-    def lent(self, data: Bytes) -> bool:
-        """Whether the array lies in memory this connection lent."""
-        return self.views.contains(data.ctypes.data, data.nbytes)
+    def lent(self, address: int, num_bytes: int) -> bool:
+        """Whether the bytes lie in memory this connection lent."""
+        return self.views.contains(address, num_bytes)
 
     def close(self) -> None:
         """Ends the client at once when no view is out; otherwise the last view's end does it."""
@@ -111,7 +127,9 @@ def _give_back(connection: Connection, address: int) -> None:
     connection.views.release_later(address)
 
 
-def _shut(client: Any, base: int, size: int, memory: mmap.mmap | None) -> None:
+def _shut(client: Any, base: int, size: int, memory: mmap.mmap | None, unlock: Callable[[], None] | None) -> None:
+    if unlock is not None:
+        unlock()
     client.close()
     if memory is None:
         # Mooncake keeps the shared mapping until the process ends: give back at least the pages.
@@ -119,7 +137,7 @@ def _shut(client: Any, base: int, size: int, memory: mmap.mmap | None) -> None:
 
 
 def open_connection(
-    library: ModuleType, master: str, client_address: str | None, pool_bytes: int, probe: str
+    library: ModuleType, master: str, client_address: str | None, region: Region, probe: str
 ) -> Connection:
     """Sets up a client: through the owner's shared memory with client_address, over TCP without.
 
@@ -140,15 +158,16 @@ def open_connection(
         code = client.get_size(probe)
         if code != ABSENT:
             raise StoreError("SF-STORE-UNREACHABLE", f"the Mooncake master at {master} does not answer (code {code})")
-        return _register(client, pool_bytes, shared=client_address is not None)
+        return _register(client, region, shared=client_address is not None)
     except BaseException:
         client.close()
         raise
 
 
-def _register(client: Any, size: int, shared: bool) -> Connection:
-    memory = None
+def _register(client: Any, region: Region, shared: bool) -> Connection:
+    size, memory = region.num_bytes, None
     if shared:
+        # Mooncake populates it.
         base = client.alloc_from_mem_pool(size)
     else:
         # Populated now: first-touch faults would cost 20x in the first transfers.
@@ -157,7 +176,7 @@ def _register(client: Any, size: int, shared: bool) -> Connection:
     code = client.register_buffer(base, size) if base else INVALID
     if code != 0:
         raise StoreError("SF-STORE-REGISTER", f"Mooncake cannot register {size} bytes of transfer memory (code {code})")
-    return Connection(client, base, size, memory)
+    return Connection(client, base, region, memory)
 
 
 def _reach(address: str, what: str) -> str:

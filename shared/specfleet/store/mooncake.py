@@ -1,8 +1,9 @@
 """The tensor plane: FeatureStore over Mooncake. Every rule here answers a measured behaviour of Mooncake 0.3.13.
 
-Put returns 0 for an existing key and keeps the old value: keys are checked first and sizes afterwards. Unpinned objects
-are evicted silently: everything is pinned hard. A read that outlives its lease may return recycled memory: checksums
-decide.
+Put returns 0 for an existing key and keeps the old value, and 0 for one that a dead writer left half-written, which then
+stays so: keys must be absent before and stored afterwards. Both are asked for a whole batch in one call; for lengths there
+is none over shared memory, and one call a key takes longer than the put. Unpinned objects are evicted silently: everything
+is pinned hard. A read that outlives its lease may return recycled memory: checksums decide.
 """
 
 import contextlib
@@ -11,25 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from specfleet.contracts.errors import StoreError, StoreFullError
+from specfleet.contracts.errors import StoreError
 from specfleet.store.arena import aligned
-from specfleet.store.base import FeatureStore, StoreStats
+from specfleet.store.base import FeatureStore, PageLock, Sample, StoreStats
 from specfleet.store.connection import (
     ABSENT,
     INVALID,
     LEASE_EXPIRED,
-    NO_ROOM,
     Connection,
+    Region,
     load_library,
     open_connection,
 )
 from specfleet.store.prefault import prefault
 from specfleet.store.processes import master_command, owner_command, read_metrics
-from specfleet.store.tensors import Bytes, check_keys, checksum, lost, plan_specs, select_specs
-from specfleet.store.transfer import BUFFER_WAIT_S, GONE, SETTLED, Read, groups_of, memory_at, stage
+from specfleet.store.tensors import check_keys, lost, select_specs
+from specfleet.store.transfer import BUFFER_WAIT_S, GONE, INLINE_BYTES, Read, groups_of
+from specfleet.store.writing import Batch, Write
 from specfleet.wire.records_pb2 import FeatureSpec, SampleRef, TaskAttempt
 
 if TYPE_CHECKING:
@@ -37,11 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeStore", "master_command", "owner_command", "prefault"]
 
-T = TypeVar("T")
-
 DEFAULT_BUFFER_BYTES = 256 << 20
-# Below this a hand-over between threads costs more than the overlap gains.
-_INLINE_BYTES = 2 << 20
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.1, 2.0
 _CLOSE_WAIT_S = 60.0
 _REMOVE_BATCH = 1024
@@ -66,7 +63,8 @@ class MooncakeStore(FeatureStore):
         """
         self.name = name
         self._master, self._client_address, self._metrics = master, client, metrics
-        self._buffer_bytes = aligned(buffer_bytes or DEFAULT_BUFFER_BYTES)
+        half = aligned((buffer_bytes or DEFAULT_BUFFER_BYTES) // 2)
+        self._region = Region(staging_bytes=half, lent_bytes=half)
         self._capacity_bytes = capacity_bytes
         self._library = load_library()
         self._config = self._library.ReplicateConfig()
@@ -82,6 +80,12 @@ class MooncakeStore(FeatureStore):
         self._orphans: set[str] = set()
         self._movers = ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"store-{name}")
 
+    def reserve(self, num_bytes: int, page_lock: PageLock) -> None:
+        """Transfer memory that is lent, beside what copies need; connects."""
+        self._region = Region(self._region.staging_bytes, max(self._region.lent_bytes, aligned(num_bytes)), page_lock)
+        with self._session():
+            pass
+
     def empty(self, shape: Sequence[int], dtype: "torch.dtype") -> "torch.Tensor":
         """Uninitialised memory that put() transfers without a copy; ordinary memory when none is free or no call has
         connected yet. Never waits."""
@@ -93,23 +97,39 @@ class MooncakeStore(FeatureStore):
             data = connection.lend(num_bytes)
             if data is not None:
                 return torch.from_numpy(data).view(dtype).reshape(tuple(shape))
-        return torch.empty(tuple(shape), dtype=dtype)
+        return super().empty(shape, dtype)
 
     def put(self, attempt: TaskAttempt, tensors: "Mapping[str, torch.Tensor]") -> list[FeatureSpec]:
-        plan = plan_specs(self.name, attempt, tensors)
-        specs = [spec for spec, _ in plan]
-        keys = [spec.key for spec in specs]
-        with self._session() as connection:
-            self._delete_orphans(connection)
-            self._refuse_existing(connection, keys)
-            try:
-                self._check_put(connection, specs, self._write(connection, plan))
-            except BaseException:
-                left = self._delete(connection, keys)
-                with self._idle:
-                    self._orphans.update(left)
-                raise
-        return specs
+        [outcome] = self.put_many([(attempt, tensors)])
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
+
+    def put_many(self, samples: Sequence[Sample]) -> list[list[FeatureSpec] | StoreError]:
+        """All in one transfer. Where the connection breaks, every sample fails."""
+        writes = [Write(self.name, sample) for sample in samples]
+        try:
+            with self._session() as connection:
+                self._put(connection, writes)
+        except StoreError as error:
+            for write in writes:
+                write.error = write.error or error
+        return [write.outcome for write in writes]
+
+    def _put(self, connection: Connection, writes: list[Write]) -> None:
+        self._delete_orphans(connection)
+        batch = Batch(connection, writes, self._broken)
+        batch.refuse()
+        written = [write for write in writes if write.error is None]
+        failed = written
+        try:
+            batch.write(self._config, self._run)
+            batch.check()
+            failed = [write for write in written if write.error is not None]
+        finally:
+            left = self._delete(connection, [key for write in failed for key in write.keys])
+            with self._idle:
+                self._orphans.update(left)
 
     def get(self, ref: SampleRef, names: Sequence[str] | None = None) -> "dict[str, torch.Tensor]":
         specs = select_specs(self.name, ref, names)
@@ -174,7 +194,7 @@ class MooncakeStore(FeatureStore):
                 self._check_open()
                 try:
                     self._connection = open_connection(
-                        self._library, self._master, self._client_address, self._buffer_bytes, f"{self.name}/.probe"
+                        self._library, self._master, self._client_address, self._region, f"{self.name}/.probe"
                     )
                 except StoreError:
                     self._back_off()
@@ -198,88 +218,6 @@ class MooncakeStore(FeatureStore):
             "the connection is replaced at the next call",
         )
 
-    # Writing
-
-    def _refuse_existing(self, connection: Connection, keys: list[str]) -> None:
-        for key, code in zip(keys, connection.client.batch_is_exist(keys), strict=True):
-            if code == 1:
-                raise StoreError("SF-STORE-KEY-EXISTS", f"{key} is already stored; keys are written once")
-            if code != 0:
-                raise self._broken(connection, f"existence check of {key}", code)
-
-    def _write(self, connection: Connection, plan: list[tuple[FeatureSpec, Bytes]]) -> list[int]:
-        """Transfers everything and fills in the checksums. Returns one code per object, in the plan's order.
-
-        What lies in lent memory goes in one piece while this thread hashes it; the rest is copied group by group, each
-        while the one before is under way.
-        """
-        lent = [index for index, (_, data) in enumerate(plan) if connection.lent(data)]
-        copied = [index for index, (_, data) in enumerate(plan) if not connection.lent(data)]
-        groups = [lent] if lent else []
-        for group in groups_of([plan[index][0].num_bytes for index in copied], connection):
-            groups.append([copied[position] for position in group])
-        inline = len(groups) == 1 and sum(spec.num_bytes for spec, _ in plan) <= _INLINE_BYTES
-        codes = [0] * len(plan)
-        under_way: list[tuple[list[int], Callable[[], list[int]]]] = []
-        try:
-            for group in groups:
-                members = [plan[index] for index in group]
-                transfer = self._prepare_write(connection, members, copy=group is not lent)
-                if under_way:
-                    under_way[-1][1]()  # one at a time: more would only share the memory's bandwidth
-                under_way.append((group, self._run(transfer, inline)))
-                for spec, data in members:
-                    spec.checksum = checksum(data)
-        finally:
-            for group, result in under_way:
-                for index, code in zip(group, result(), strict=True):
-                    codes[index] = code
-        return codes
-
-    def _prepare_write(
-        self, connection: Connection, members: list[tuple[FeatureSpec, Bytes]], copy: bool
-    ) -> Callable[[], list[int]]:
-        """Copies where asked; returns the transfer to run."""
-        addresses = [data.ctypes.data for _, data in members]
-        block = None
-        if copy:
-            lengths = [aligned(data.nbytes) for _, data in members]
-            block = stage(connection, sum(lengths))
-            addresses = [block + offset for offset in accumulate(lengths[:-1], initial=0)]
-            for address, (_, data) in zip(addresses, members, strict=True):
-                memory_at(address, data.nbytes)[:] = data
-        keys, sizes = [spec.key for spec, _ in members], [spec.num_bytes for spec, _ in members]
-
-        def transfer() -> list[int]:
-            codes: list[int] = connection.client.batch_put_from(keys, addresses, sizes, self._config)
-            # After any other failure a transfer may still be reading: the block retires with the connection.
-            if block is not None and all(code == 0 or code in SETTLED for code in codes):
-                connection.staging.release(block)
-            return codes
-
-        return transfer
-
-    def _check_put(self, connection: Connection, specs: list[FeatureSpec], codes: list[int]) -> None:
-        for spec, code in zip(specs, codes, strict=True):
-            if code not in (0, NO_ROOM):
-                raise self._broken(connection, f"put of {spec.key} ({spec.num_bytes} bytes)", code)
-        refused = [spec for spec, code in zip(specs, codes, strict=True) if code == NO_ROOM]
-        if refused:
-            raise StoreFullError(
-                "SF-STORE-FULL",
-                f"pool {self.name!r} has no room for {refused[0].key} ({refused[0].num_bytes} bytes); "
-                f"{len(refused)} of {len(specs)} objects were refused",
-            )
-        for spec in specs:
-            found = connection.client.get_size(spec.key)
-            if found < 0 and found not in GONE:
-                raise self._broken(connection, f"size check of {spec.key}", found)
-            if found != spec.num_bytes:
-                raise StoreError(
-                    "SF-STORE-SHORT-PUT",
-                    f"{spec.key}: wrote {spec.num_bytes} bytes, the store holds {found} (code or bytes)",
-                )
-
     # Reading
 
     def _read(self, connection: Connection, specs: list[FeatureSpec]) -> "dict[str, torch.Tensor]":
@@ -294,7 +232,7 @@ class MooncakeStore(FeatureStore):
                     # Waiting while holding memory could deadlock two readers: give back first.
                     tensors |= self._finish_read(pending.pop(), connection)
                     read.reserve(wait_s=BUFFER_WAIT_S)
-                read.codes = self._run(read.transfer, inline=len(groups) == 1 and read.num_bytes <= _INLINE_BYTES)
+                read.codes = self._run(read.transfer, inline=len(groups) == 1 and read.num_bytes <= INLINE_BYTES)
                 pending.append(read)
                 if len(pending) > 1:
                     tensors |= self._finish_read(pending.pop(0), connection)
@@ -350,8 +288,7 @@ class MooncakeStore(FeatureStore):
             with self._idle:
                 self._orphans.update(left)
 
-    def _run(self, call: Callable[[], T], inline: bool) -> Callable[[], T]:
-        """Starts a transfer, in this thread or another; the returned function waits for its result."""
+    def _run(self, call: Callable[[], list[int]], inline: bool) -> Callable[[], list[int]]:
         if inline:
             result = call()
             return lambda: result

@@ -9,7 +9,7 @@ import sys
 from urllib.parse import parse_qsl, urlsplit
 
 from specfleet.contracts.errors import SpecfleetError, StoreError
-from specfleet.store.connection import ABSENT, NO_ROOM, load_library, open_connection
+from specfleet.store.connection import ABSENT, NO_ROOM, Region, load_library, open_connection
 
 # Big first, then small ones into what is left.
 _SIZES = (16 << 20, 1 << 20)
@@ -26,9 +26,10 @@ def prefault(url: str) -> int:
     library = load_library()
     config = library.ReplicateConfig()
     config.with_hard_pin = True
-    # The second half of a connection's memory lends views: here it is the source of every write.
     client_address = dict(parse_qsl(parts.query)).get("client")
-    connection = open_connection(library, parts.netloc, client_address, 2 * _SIZES[0], f"{name}/.probe")
+    # What is lent is the source of every write.
+    region = Region(staging_bytes=0, lent_bytes=_SIZES[0])
+    connection = open_connection(library, parts.netloc, client_address, region, f"{name}/.probe")
     source = connection.lend(_SIZES[0])
     if source is None:
         raise StoreError("SF-STORE-BUFFERS", f"no {_SIZES[0]} bytes of transfer memory")

@@ -76,11 +76,12 @@ def plan_specs(
 ) -> list[tuple[FeatureSpec, Bytes]]:
     """One (spec without checksum, bytes) per tensor, in the mapping's order."""
     plan = []
+    prefix = feature_key(store, attempt, "")
     for name, tensor in tensors.items():
         data = byte_view(name, tensor)
         spec = FeatureSpec(
             name=name,
-            key=feature_key(store, attempt, name),
+            key=prefix + name,
             shape=list(tensor.shape),
             dtype=dtype_name(tensor.dtype),
             num_bytes=data.nbytes,

@@ -15,6 +15,11 @@ from specfleet.wire.records_pb2 import FeatureSpec
 if TYPE_CHECKING:
     import torch
 
+Run = Callable[[Callable[[], list[int]], bool], Callable[[], list[int]]]
+"""Starts a transfer, in this thread (true) or another; the returned function waits for its codes."""
+
+# Below this a hand-over between threads costs more than the overlap gains.
+INLINE_BYTES = 2 << 20
 # Objects move in groups: while one is transferred, the next is copied and hashed.
 _GROUP_BYTES = 32 << 20
 BUFFER_WAIT_S = 60.0
@@ -104,10 +109,14 @@ def stage(connection: Connection, num_bytes: int, wait_s: float = BUFFER_WAIT_S)
     try:
         return staging.acquire(num_bytes, wait_s)
     except ValueError:
-        raise StoreError(
-            "SF-STORE-OBJECT-TOO-LARGE",
-            f"{num_bytes} bytes in one transfer do not fit the {staging.size} bytes of transfer memory for copies; "
-            f"set buffer={2 * num_bytes} or more in the store URL",
-        ) from None
+        raise too_large(connection, num_bytes) from None
     except TimeoutError as error:
         raise StoreError("SF-STORE-BUFFERS", f"transfer memory stayed busy: {error}") from None
+
+
+def too_large(connection: Connection, num_bytes: int) -> StoreError:
+    return StoreError(
+        "SF-STORE-OBJECT-TOO-LARGE",
+        f"{num_bytes} bytes in one transfer do not fit the {connection.staging.size} bytes of transfer memory for copies; "
+        f"set buffer={2 * num_bytes} or more in the store URL",
+    )
