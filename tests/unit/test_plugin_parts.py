@@ -1,29 +1,23 @@
-"""The parts of the SGLang plugin that need no SGLang: admission, requests, settings, the version table, the sink."""
+"""The parts of the SGLang plugin that need no SGLang: admission, requests, settings, the version table."""
 
 import base64
-import threading
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specfleet.capture.sglang_plugin.admission import Admission
-from specfleet.capture.sglang_plugin.request import Origin, parse, refused
+from specfleet.capture.sglang_plugin.request import parse, refused
 from specfleet.capture.sglang_plugin.settings import Settings
-from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.capture.sglang_plugin.versions import TESTED, Function, compare, functions_of, measure
 from specfleet.contracts.capture import feature_table
-from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError, StoreFullError
+from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError
 from specfleet.contracts.ids import parse_sample_id
-from specfleet.store.memory import MemoryStore
-from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, SampleRef, TaskAttempt
+from specfleet.wire.records_pb2 import CaptureContract
 
 TABLE = feature_table(CaptureContract(layers=[0, 2], final_state="post_norm", dtype="float32", hidden_size=4))
-ORIGIN = Origin("pool", (0, 2), "sglang 0.5.14", "specfleet 0.1.0")
 SAMPLE = "run/e0000-p000000003/a2"
 
 
@@ -168,137 +162,3 @@ def test_only_tested_versions() -> None:
     with pytest.raises(HostError) as error:
         functions_of("0.5.15")
     assert error.value.code == "SF-SGLANG-VERSION"
-
-
-# The sink
-
-
-class Pool(MemoryStore):
-    """Says when a put was refused."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__("pool", capacity_bytes)
-        self.refused = threading.Event()
-
-    def put(self, attempt: TaskAttempt, tensors: Mapping[str, torch.Tensor]) -> list[FeatureSpec]:
-        try:
-            return super().put(attempt, tensors)
-        except StoreFullError:
-            self.refused.set()
-            raise
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool(4096)
-
-
-@pytest.fixture
-def sink(pool: Pool) -> Iterator[Sink]:
-    sink = Sink(pool, TABLE, ORIGIN, store_full_s=30.0)
-    yield sink
-    sink.close()
-
-
-def begin(sink: Sink, index: int, tokens: int) -> Capture:
-    raw = wish(sample=f"run/e0000-p{index:09d}/a1", loss_mask=base64.b64encode(bytes(tokens)).decode())
-    ids = list(range(tokens))
-    return sink.begin(f"r{index}", parse(raw, ids, 1000, "pool", TABLE), ids)
-
-
-def states(rows: int, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    aux, final = torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
-    return {"aux_states": aux, "final_state": final, FINITE: torch.ones(rows, dtype=torch.bool)}
-
-
-def answer(sink: Sink, capture: Capture) -> dict[str, Any]:
-    """Waits for the sink's thread."""
-    while capture.answer is None:
-        assert sink._writer.is_alive()
-        sink._writer.join(0.005)
-    return capture.answer
-
-
-def read(pool: Pool, found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    features = [
-        FeatureSpec(
-            name=name, key=row["key"], dtype=row["dtype"], shape=row["shape"], num_bytes=row["bytes"], checksum=row["checksum"]
-        )
-        for name, row in found["features"].items()
-    ]  # fmt: skip
-    return pool.get(SampleRef(attempt=parse_sample_id(found["sample"]), store="pool", features=features))
-
-
-def test_chunks_of_two_prompts_in_shared_batches(sink: Sink, pool: Pool) -> None:
-    first, second = begin(sink, 1, 5), begin(sink, 2, 3)
-    one, two = states(4, seed=1), states(6, seed=2)
-    # Rows of others lie before, between and after.
-    sink.take([Span(first, 1, 0, 3)], one)
-    sink.take([Span(second, 0, 0, 3), Span(first, 4, 3, 2)], two)
-    for capture, aux in (
-        (first, torch.cat([one["aux_states"][1:4], two["aux_states"][4:6]])),
-        (second, two["aux_states"][:3]),
-    ):
-        found = answer(sink, capture)
-        assert found["ok"], found
-        assert found["num_tokens"] == len(aux)
-        assert found["layers"] == (0, 2)
-        assert set(found["seconds"]) == {"copy", "wait", "hash", "put"}
-        tensors = read(pool, found)
-        assert torch.equal(tensors["aux_states"], aux)
-        assert tensors["input_ids"].tolist() == list(range(len(aux)))
-    assert sorted(sink.published()) == ["r1", "r2"]
-    assert sink.published() == []
-
-
-def test_rows_that_were_not_computed_fail_the_capture(sink: Sink) -> None:
-    capture = begin(sink, 1, 5)
-    sink.take([Span(capture, 0, 2, 3)], states(3, seed=1))
-    assert not capture.complete
-    assert capture.failed is not None
-    assert capture.failed.code == "SF-SGLANG-SHORT"
-
-
-def test_nan_is_the_prompts_fault(sink: Sink, pool: Pool) -> None:
-    bad, good = begin(sink, 1, 2), begin(sink, 2, 2)
-    rows = states(4, seed=1)
-    rows[FINITE][1] = False
-    sink.take([Span(bad, 0, 0, 2), Span(good, 2, 0, 2)], rows)
-    found = answer(sink, bad)
-    assert (found["code"], found["kind"]) == ("SF-CAPTURE-NONFINITE", "sample")
-    assert "1 of 2 tokens" in found["message"]
-    assert answer(sink, good)["ok"]
-
-
-def test_a_full_pool_is_waited_for_but_not_for_the_abandoned(sink: Sink, pool: Pool) -> None:
-    filler = pool.put(parse_sample_id("run/e0001-p000000000/a1"), {"x": torch.zeros(4000, dtype=torch.uint8)})
-    abandoned, patient = begin(sink, 1, 4), begin(sink, 2, 4)
-    for capture in (abandoned, patient):
-        sink.take([Span(capture, 0, 0, 4)], states(4, seed=1))
-    assert pool.refused.wait(10)
-    assert abandoned.answer is None
-    sink.abandon(lambda name: name == "r1")
-    assert answer(sink, abandoned)["code"] == "SF-SGLANG-ABORTED"
-    assert patient.answer is None
-    pool.remove([filler[0].key])
-    assert answer(sink, patient)["ok"]
-
-
-def test_a_pool_that_stays_full_fails_the_capture() -> None:
-    pool = Pool(64)
-    sink = Sink(pool, TABLE, ORIGIN, store_full_s=0.0)
-    capture = begin(sink, 1, 4)
-    sink.take([Span(capture, 0, 0, 4)], states(4, seed=1))
-    found = answer(sink, capture)
-    assert (found["code"], found["kind"]) == ("SF-STORE-FULL", "infra")
-    sink.close()
-
-
-def test_an_attempt_is_stored_once(sink: Sink) -> None:
-    captures = [begin(sink, 1, 2), begin(sink, 1, 2)]
-    for capture in captures:
-        sink.take([Span(capture, 0, 0, 2)], states(2, seed=1))
-    first, second = (answer(sink, capture) for capture in captures)
-    assert first["ok"]
-    assert (second["code"], second["kind"]) == ("SF-STORE-KEY-EXISTS", "infra")

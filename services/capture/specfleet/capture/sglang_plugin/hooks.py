@@ -24,6 +24,7 @@ import torch
 
 from specfleet.capture.sglang_plugin.admission import Admission
 from specfleet.capture.sglang_plugin.checks import capture_layers, check_options, check_request
+from specfleet.capture.sglang_plugin.copies import copier_for
 from specfleet.capture.sglang_plugin.request import KEY, CaptureRequest, FeatureTable, Origin, failure, parse, refused
 from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
@@ -44,6 +45,7 @@ class _Batch:
     """The captures in the batch that runs now."""
 
     spans: list[Span] = field(default_factory=list)
+    """On the rank that writes."""
     taken: bool = False
 
 
@@ -99,7 +101,10 @@ class Hooks:
         store = open_store(settings.store)
         engine, plugin = (f"{name} {version(name)}" for name in ("sglang", "specfleet"))
         origin = Origin(store.name, settings.layers, engine, plugin)
-        self._sink = Sink(store, self._table, origin, settings.store_full_s)
+        device = torch.device(runner.device, runner.gpu_id if runner.device == "cuda" else None)
+        self._sink = Sink(store, self._table, origin, copier_for(device), settings.store_full_s)
+        if device.type == "cuda" and self._writes:
+            self._sink.reserve(settings.pending_bytes)
         log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
 
     # receive
@@ -153,17 +158,19 @@ class Hooks:
         return request
 
     def _send_published(self, receiver: Any) -> None:
-        for name in self.sink.published():
+        published = self.sink.published()
+        for name in published:
             self._admission.end(name)
-            if (req := self._withheld.pop(name, None)) is not None:
-                receiver.stream_output([req], req.return_logprob)
+        reqs = [req for name in published if (req := self._withheld.pop(name, None)) is not None]
+        if reqs:
+            receiver.stream_output(reqs, any(req.return_logprob for req in reqs))
 
     # batch and states
 
     def around_run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND Scheduler.run_batch."""
         self._writes = scheduler.ps.attn_tp_rank == 0
-        current = self._batch = self._spans(batch) if batch.forward_mode.is_extend() else None
+        current = self._batch = self._captures(batch) if batch.forward_mode.is_extend() else None
         try:
             return run(scheduler, batch, *args, **kwargs)
         finally:
@@ -171,17 +178,24 @@ class Hooks:
             for span in current.spans if current is not None and not current.taken else ():
                 span.capture.failed = HostError("SF-SGLANG-NO-STATES", "the forward pass handed out no states")
 
-    def _spans(self, batch: Any) -> _Batch | None:
-        current, first = _Batch(), 0
+    def _captures(self, batch: Any) -> _Batch | None:
+        found, first = _Batch(), 0
+        captured = False
         for req, position, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             request = capture_of(req)
             # With overlap a request may run once more after its prompt is complete.
             if request is not None and request.failure is None and position < request.num_tokens:
-                if request.state is None:
-                    request.state = self.sink.begin(req.rid, request, req.origin_input_ids)
-                current.spans.append(Span(request.state, first, position, count))
+                captured = True
+                if self._writes:
+                    found.spans.append(Span(self._begun(req, request), first, position, count))
             first += count
-        return current if current.spans else None
+        return found if captured else None
+
+    def _begun(self, req: Any, request: CaptureRequest) -> Capture:
+        if request.state is None:
+            request.state = self.sink.begin(req.rid, request, req.origin_input_ids)
+        capture: Capture = request.state
+        return capture
 
     def around_logits(
         self,
@@ -217,8 +231,9 @@ class Hooks:
         if layers:
             states["aux_states"] = torch.cat(list(aux), dim=-1).to(self._dtype)
         states["final_state"] = (final_NH * self._state_scale if self._state_scale != 1.0 else final_NH).to(self._dtype)
-        finite = [torch.isfinite(state).all(dim=-1) for state in states.values()]
-        states[FINITE] = torch.stack(finite).all(dim=0)
+        # The largest magnitude of a row is NaN or infinite where any element is: one pass and no temporary of that size.
+        largest = [torch.linalg.vector_norm(state, torch.inf, dim=-1) for state in states.values()]
+        states[FINITE] = torch.stack(largest).isfinite().all(dim=0)
         if self._settings.extras:
             states |= self._teacher(processor, final_NH, lm_head)  # every rank takes part: the head is split over them
         if self._writes:

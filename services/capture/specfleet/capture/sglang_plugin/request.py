@@ -3,8 +3,10 @@
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from specfleet.contracts.capture import DTYPE_BYTES
 from specfleet.contracts.errors import CaptureItemError, ConfigError, SpecfleetError
@@ -68,7 +70,8 @@ def parse(raw: Any, input_ids: Sequence[int], vocab_size: int, store: str, table
     tokens = len(input_ids)
     if len(mask) != tokens:
         raise CaptureItemError("SF-CAPTURE-PROMPT", f"loss_mask has {len(mask)} bytes for {tokens} tokens")
-    low, high = min(input_ids), max(input_ids)
+    ids = np.asarray(input_ids)
+    low, high = ids.min(), ids.max()
     if low < 0 or high >= vocab_size:
         raise CaptureItemError("SF-CAPTURE-TOKEN", f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
     ordered = tuple(name for name in table if name in features)
@@ -88,8 +91,9 @@ def failure(sample: str, error: SpecfleetError) -> dict[str, Any]:
 
 
 def success(
-    request: CaptureRequest, origin: Origin, specs: Sequence[FeatureSpec], seconds: dict[str, float]
+    request: CaptureRequest, origin: Mapping[str, Any], specs: Sequence[FeatureSpec], seconds: dict[str, float]
 ) -> dict[str, Any]:
+    """origin: the fields of an Origin."""
     features = {
         spec.name: {
             "key": spec.key,
@@ -104,7 +108,7 @@ def success(
         "ok": True,
         "sample": request.sample,
         "num_tokens": request.num_tokens,
-        **asdict(origin),
+        **origin,
         "features": features,
         "seconds": seconds,
     }
