@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from specfleet.config.serving import default_layout
-from specfleet.drafts.base import Draft
 from specfleet.drafts.checkpoint import load_draft_checkpoint
 from specfleet.drafts.export import export_draft
-from specfleet.drafts.registry import build_draft
+from specfleet.drafts.registry import untrained_like
 from specfleet.wire.gate_pb2 import ExportDraftRequest
 
 PROVENANCE = "provenance.json"
@@ -23,7 +22,7 @@ def export_checkpoint(request: ExportDraftRequest) -> dict[str, Any]:
     """Fields of ExportDraftResponse. Raises what load_draft_checkpoint and export_draft raise."""
     draft, meta = load_draft_checkpoint(request.checkpoint_uri)
     if request.untrained:
-        draft = untrained_like(draft)
+        draft = untrained_like(draft, UNTRAINED_SEED)
     facts = {
         "run": str(request.run_id or meta["run_id"]),
         "step": "0 (untrained)" if request.untrained else str(meta["step"]),
@@ -49,13 +48,3 @@ def export_checkpoint(request: ExportDraftRequest) -> dict[str, Any]:
         "files": sorted({*exported.files, PROVENANCE}),
         "weights_hash": exported.weights_hash,
     }
-
-
-def untrained_like(draft: Draft) -> Draft:
-    """The same architecture with fresh parameters; buffers (the vocabulary map) are facts, not weights, and stay."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(UNTRAINED_SEED)
-        fresh = build_draft(draft.kind, draft.config.to_dict())
-    for name, buffer in draft.named_buffers():
-        fresh.get_buffer(name).copy_(buffer)
-    return fresh.eval()
