@@ -15,30 +15,26 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import shlex
 import shutil
-import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.host import ROOT, host
 from benchmarks.strategies.cases import CASES, DEFAULT, MAX_LENGTH, configure
 from benchmarks.strategies.features import Recorder, union_contract
 from benchmarks.strategies.plan import Plan, result_file
 from benchmarks.strategies.pool import run_all
 from benchmarks.strategies.table import by_source, render
-from specfleet.data.demo import resolve_builtin
 from specfleet.data.prepare import PrepareOptions, prepare_prompt_set
 from specfleet.data.prompt_set import Prompt, PromptSet
 from specfleet.drafts.acceptance import TextRow, ngram_acceptance
+from specfleet.target.hub import target_dir
 from specfleet.trainer.device import pick_device
 
-ROOT = Path(__file__).parents[2]
 # Tokens (with padding) the target runs at once.
 CAPTURE_TOKENS = {"cpu": 4096, "cuda": 32768}
 # A case with a small target fits into this much of a GPU, logits of a whole step included.
@@ -136,25 +132,6 @@ def default_jobs(device: torch.device) -> int:
     return max(1, cores)
 
 
-def host(device: torch.device) -> dict[str, Any]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("specfleet", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "-m", "benchmarks.strategies", *sys.argv[1:]]),
-        "commit": commit.stdout.strip() or None,
-        "device": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": found,
-    }
-
-
 def finished(args: argparse.Namespace, plan: Plan, name: str) -> dict[str, Any] | None:
     """The result of a case, if it ended under this very plan."""
     path = result_file(args.work, name)
@@ -165,7 +142,7 @@ def finished(args: argparse.Namespace, plan: Plan, name: str) -> dict[str, Any] 
 def main() -> int:
     args, began = parse(), time.monotonic()
     device = pick_device(args.device, 0)
-    target = Path(resolve_builtin(args.target)).resolve()
+    target = target_dir(args.target).resolve()
     logs = args.work / "logs"
     if not args.resume:
         shutil.rmtree(args.work / "cases", ignore_errors=True)
@@ -175,7 +152,7 @@ def main() -> int:
     plan.save(args.work)
     jobs = args.jobs or default_jobs(device)
     result: dict[str, Any] = {
-        **host(device), **facts, "jobs": jobs, "setup_s": round(time.monotonic() - began, 1),
+        **host("benchmarks.strategies", device), **facts, "jobs": jobs, "setup_s": round(time.monotonic() - began, 1),
         "baselines": baselines(rows, args.names, target, args.batch_size), "strategies": {},
     }  # fmt: skip
     slug = result["device"].lower().split()[-1]

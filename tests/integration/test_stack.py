@@ -1,4 +1,4 @@
-"""`specctl up --detach` and everything behind it, as a user runs it: real services, a tiny target, one whole run."""
+"""`specctl up --detach` and everything behind it, as a user runs it: real services, one whole run, a tiny target from a hub."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures.hub import stand_in_hub
 from fixtures.stack import Specctl
 
 from specfleet.ctl.state import is_alive, is_running, read_state
@@ -15,11 +16,21 @@ from specfleet.ctl.topology import CAPTURE, COORDINATOR, GATE, MASTER, NATS, OWN
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
+TARGET = "org/tiny-llama"
 EVERYTHING = {NATS, MASTER, OWNER, COORDINATOR, CAPTURE, TRAINER, GATE}
 
 
 @pytest.fixture(scope="module")
-def specctl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Specctl]:
+def commit(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of TARGET, at a hub that specctl and every service download from."""
+    with stand_in_hub() as hub, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_ENDPOINT", hub.url)
+        environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        yield hub.publish(TARGET, tiny_target)
+
+
+@pytest.fixture(scope="module")
+def specctl(commit: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Specctl]:
     specctl = Specctl(tmp_path_factory.mktemp("stack"))
     done = specctl("up", "--detach", "--pool", "128M", "--json")
     try:
@@ -46,11 +57,11 @@ def conversations(specctl: Specctl) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(specctl: Specctl, conversations: Path, tiny_target: Path) -> Path:
+def config(specctl: Specctl, conversations: Path) -> Path:
     path = specctl.folder / "run.yaml"
     path.write_text(
         f"""
-model: {{target: {tiny_target}, dtype: float32}}
+model: {{target: {TARGET}, dtype: float32}}
 data: {{train: [{conversations.name}], filter: {{split: [train]}}, max_length: 128}}
 strategy: {{draft_vocab_size: 0, ttt_length: 2}}
 trainer: {{batch_size: 4, epochs: 2, device: cpu, dtype: float32, num_threads: 1}}
@@ -96,9 +107,9 @@ def test_bad_data_is_refused_before_the_run_exists(specctl: Specctl, config: Pat
     assert specctl.json("run", "list")["runs"] == []
 
 
-def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path) -> None:
+def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path, commit: str) -> None:
     run = specctl.json("run", "submit", config.name, "--run-id", "tiny")
-    assert run["run_id"] == "tiny"
+    assert (run["run_id"], run["target"]) == ("tiny", f"{TARGET}@{commit}")
     assert run["prompt_set"]
     watched = specctl("run", "watch", "tiny", "--json", "--interval", "0.2")
     assert watched.returncode == 0, watched.stderr + watched.stdout[-2000:]

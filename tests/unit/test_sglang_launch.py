@@ -36,8 +36,9 @@ CONFIG = {
     "max_position_embeddings": 8192, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
     "num_hidden_layers": 30,
 }  # fmt: skip
+MODEL = Path("/models/t")
 CONTRACT = CaptureContract(
-    target="/models/t", layers=[1, 14, 26], final_state="post_norm", dtype="bfloat16", extras=["teacher_lse"]
+    target=str(MODEL), layers=[1, 14, 26], final_state="post_norm", dtype="bfloat16", extras=["teacher_lse"]
 )
 
 
@@ -46,7 +47,9 @@ def flag(argv: list[str], name: str) -> str:
 
 
 def test_a_server_on_a_cpu() -> None:
-    options = server_options(EngineOptions("sglang", device="cpu", store_url="file:///p?capacity=1"), CONTRACT, CONFIG)
+    options = server_options(
+        EngineOptions("sglang", device="cpu", store_url="file:///p?capacity=1"), CONTRACT, MODEL, CONFIG
+    )
     argv, env = server_argv("python", options, 1234), server_env(options, 1234)
     assert flag(argv, "--attention-backend") == "torch_native"
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
@@ -60,12 +63,12 @@ def test_a_server_on_a_cpu() -> None:
 
 def test_a_server_on_gpus_never_replays_a_prefill_graph() -> None:
     engine = EngineOptions(
-        "sglang", device="cuda:2", target="/copy", tensor_parallel=2, memory_fraction=0.6,
+        "sglang", device="cuda:2", tensor_parallel=2, memory_fraction=0.6,
         sglang_flags="--attention-backend 'triton'",
     )  # fmt: skip
-    argv = server_argv("python", server_options(engine, CONTRACT, CONFIG), 1234)
+    argv = server_argv("python", server_options(engine, CONTRACT, MODEL, CONFIG), 1234)
     assert flag(argv, "--cuda-graph-backend-prefill") == "disabled"
-    assert flag(argv, "--model-path") == "/copy"
+    assert flag(argv, "--model-path") == str(MODEL)
     assert (flag(argv, "--device"), flag(argv, "--base-gpu-id"), flag(argv, "--tp-size")) == ("cuda", "2", "2")
     assert (flag(argv, "--dtype"), flag(argv, "--mem-fraction-static")) == ("bfloat16", "0.6")
     assert argv[-2:] == ["--attention-backend", "triton"]
@@ -80,7 +83,7 @@ def test_the_pool_of_a_cpu_stays_small() -> None:
         "head_dim": 128,
         "max_position_embeddings": 1 << 17,
     }
-    options = server_options(EngineOptions("sglang", device="cpu"), CONTRACT, large)
+    options = server_options(EngineOptions("sglang", device="cpu"), CONTRACT, MODEL, large)
     assert options.pool_tokens * kv_bytes_per_token(large, options.dtype) <= 2 << 30
 
 

@@ -14,8 +14,11 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    target: str = Field(min_length=1, description="Directory of the target model, or builtin:smollm2-135m-instruct.")
-    revision: str = Field("", description="Revision of the target, recorded in the contract.")
+    target: str = Field(
+        min_length=1,
+        description="Directory of the target model, ORG/NAME[@REVISION] of the Hugging Face Hub (pinned to a commit when the run "
+        "is submitted), or builtin:smollm2-135m-instruct.",
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="dtype of capture and of stored features."
     )

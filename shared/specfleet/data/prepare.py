@@ -17,12 +17,12 @@ from specfleet.config.models import DataSection
 from specfleet.contracts.errors import DataError
 from specfleet.data.cache import exclusive, published, sha256_file
 from specfleet.data.conversation import Conversation, RowRejected
-from specfleet.data.demo import resolve_builtin
 from specfleet.data.prompt_set import FORMAT, PromptSet, PromptSetWriter
 from specfleet.data.render import ChatRenderer, Rendered, RenderOptions
 from specfleet.data.sources import Reading, iter_conversations, resolve_sources
 from specfleet.data.stats import Tally
 from specfleet.target.facts import read_text_facts, tokenizer_hash
+from specfleet.target.hub import target_dir
 
 # Rises when rendering, masking or selection changes, so that old sets are not reused.
 REVISION = 1
@@ -53,23 +53,23 @@ class PrepareOptions:
 
 def prepare_prompt_set(
     sources: Sequence[str | Path],
-    target_dir: str | Path,
+    target: str | Path,
     out_root: str | Path,
     options: PrepareOptions | None = None,
     trust_remote_code: bool = False,
 ) -> PromptSet:
-    """Renders `sources` for the target and returns the set under `out_root`, reusing it when it is already there.
+    """Renders `sources` for the target (a name, `target_dir`) and returns the set under `out_root`; one that is there is reused.
 
     Raises DataError (SF-DATA-*), ConfigError (SF-TARGET-*): the caller can show them as they are.
     """
     options = options or PrepareOptions()
     paths = resolve_sources(sources)
-    target = Path(resolve_builtin(str(target_dir))).expanduser()
-    facts = read_text_facts(target)
-    renderer = ChatRenderer.load(target, facts.vocab_size, facts.eos_token_ids, trust_remote_code)
+    directory = target_dir(target, "none")
+    facts = read_text_facts(directory)
+    renderer = ChatRenderer.load(directory, facts.vocab_size, facts.eos_token_ids, trust_remote_code)
     identity = {
         "format": FORMAT, "revision": REVISION, "options": asdict(options), "vocab_size": facts.vocab_size,
-        "stop_ids": sorted(renderer.stop_ids), "tokenizer_hash": tokenizer_hash(target),
+        "stop_ids": sorted(renderer.stop_ids), "tokenizer_hash": tokenizer_hash(directory),
         "template_hash": hashlib.sha256(renderer.template.encode()).hexdigest(),
         "inputs": [{"file": p.name, "bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in paths],
     }  # fmt: skip
@@ -78,8 +78,8 @@ def prepare_prompt_set(
     with exclusive(final.parent / f".{final.name}.lock"):
         if (existing := _reusable(final)) is not None:
             return existing
-        with published(final) as directory:
-            _write(directory, paths, renderer, options, identity)
+        with published(final) as folder:
+            _write(folder, paths, renderer, options, identity)
     return PromptSet.open(final)
 
 

@@ -15,6 +15,7 @@ from specfleet.features.feature_set import FeatureSet
 from specfleet.features.manifest import MANIFEST, PROMPTS, Manifest, write_manifest
 from specfleet.features.shard import Sample, write_shard
 from specfleet.store.tensors import byte_view, dtype_name
+from specfleet.target.hub import hub_name
 from specfleet.wire.records_pb2 import CaptureContract
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ def _begin(directory: Path, contract: CaptureContract, prompts: "PromptSet") -> 
     _copy_prompts(prompts, directory / PROMPTS)
     named = CaptureContract()
     named.CopyFrom(contract)
-    named.target = Path(contract.target).name
+    # A set moves between machines; a path does not.
+    named.target = contract.target if hub_name(contract.target) else Path(contract.target).name
     manifest = Manifest(named, prompts.digest, len(prompts))
     write_manifest(directory, manifest)
     return manifest

@@ -20,6 +20,7 @@ _TOKENIZER_FILES = (
     *VOCABULARY_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -88,15 +89,14 @@ def read_text_facts(path: str | Path) -> TextFacts:
 
 
 def build_contract(run_config: RunConfig, facts: TargetFacts) -> CaptureContract:
-    """What capture must produce for this run on this target.
+    """What capture must produce for this run on this target. model.target is as `pinned_target` gives it.
 
     Raises ConfigError SF-CONFIG-LAYERS, DataError SF-TARGET-LOGITS for a target whose logits no head reproduces.
     """
     logits_scale(facts.text_config)
     request = feature_request(run_config.strategy, facts.num_hidden_layers)
     return CaptureContract(
-        target=str(facts.path),
-        revision=run_config.model.revision,
+        target=run_config.model.target,
         weights_hash=facts.weights_hash,
         tokenizer_hash=facts.tokenizer_hash,
         layers=request.layers,
@@ -127,11 +127,11 @@ def tokenizer_hash(path: str | Path) -> str:
 
 def weight_files(directory: Path) -> list[Path]:
     """The weight files a loader would read, by name: an index's shards, else model.safetensors, else what there is."""
-    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        index = directory / index_name
-        if not index.is_file():
+    single = directory / "model.safetensors"
+    for index in (directory / SAFETENSORS_INDEX, directory / "pytorch_model.bin.index.json"):
+        if not index.is_file() or (index.name != SAFETENSORS_INDEX and single.is_file()):
             continue
-        shards = sorted({str(name) for name in dict(_read_json(index).get("weight_map", {})).values()})
+        shards = sorted(set(weight_map(index).values()))
         absent = [name for name in shards if not (directory / name).is_file()]
         if absent or not shards:
             shown = ", ".join(absent[:3]) + (" …" if len(absent) > 3 else "")
@@ -140,8 +140,8 @@ def weight_files(directory: Path) -> list[Path]:
                 f"{index} names {len(shards)} weight files, {len(absent)} are missing: {shown}. Download them again",
             )
         return [directory / name for name in shards]
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
+    if single.is_file():
+        return [single]
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if found := sorted(directory.glob(pattern)):
             return found
@@ -150,13 +150,18 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name → file name, as an index of shards says."""
+    return {str(name): str(file) for name, file in dict(_read_json(index).get("weight_map", {})).items()}
+
+
 def _directory(path: str | Path) -> Path:
     directory = Path(path).expanduser()
     if not directory.exists():
         raise ConfigError(
             "SF-TARGET-MISSING",
             f"target {str(path)!r} does not exist on this machine. Give the directory of a downloaded model "
-            "(config.json, *.safetensors, tokenizer.json)",
+            "(config.json, *.safetensors, tokenizer.json), or ORG/NAME[@REVISION] of the Hugging Face Hub",
         )
     if not directory.is_dir():
         raise ConfigError(

@@ -84,6 +84,11 @@ def _matches(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith("." + ending) for ending in endings)
 
 
+def is_vocabulary_tensor(name: str) -> bool:
+    """Whether a tensor may be the input embedding or the output head."""
+    return _matches(name, (*_EMBEDDING_NAMES, *_HEAD_NAMES))
+
+
 def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name → safetensors file holding it."""
     if not path.is_dir():

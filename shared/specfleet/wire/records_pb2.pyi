@@ -168,9 +168,8 @@ class Event(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[str] = ..., at_unix_ms: _Optional[int] = ..., service: _Optional[str] = ..., message: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CaptureContract(_message.Message):
-    __slots__ = ("target", "revision", "weights_hash", "tokenizer_hash", "layers", "final_state", "dtype", "hidden_size", "num_hidden_layers", "vocab_size", "engine", "extras", "trust_remote_code")
+    __slots__ = ("target", "weights_hash", "tokenizer_hash", "layers", "final_state", "dtype", "hidden_size", "num_hidden_layers", "vocab_size", "engine", "extras", "trust_remote_code")
     TARGET_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -183,7 +182,6 @@ class CaptureContract(_message.Message):
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     TRUST_REMOTE_CODE_FIELD_NUMBER: _ClassVar[int]
     target: str
-    revision: str
     weights_hash: str
     tokenizer_hash: str
     layers: _containers.RepeatedScalarFieldContainer[int]
@@ -195,4 +193,4 @@ class CaptureContract(_message.Message):
     engine: str
     extras: _containers.RepeatedScalarFieldContainer[str]
     trust_remote_code: bool
-    def __init__(self, target: _Optional[str] = ..., revision: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., final_state: _Optional[str] = ..., dtype: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_hidden_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., extras: _Optional[_Iterable[str]] = ..., trust_remote_code: _Optional[bool] = ...) -> None: ...
+    def __init__(self, target: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., final_state: _Optional[str] = ..., dtype: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_hidden_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., extras: _Optional[_Iterable[str]] = ..., trust_remote_code: _Optional[bool] = ...) -> None: ...

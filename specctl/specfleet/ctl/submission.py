@@ -9,6 +9,7 @@ from specfleet.config.models import Eagle3Section
 from specfleet.contracts.errors import DataError
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin
+from specfleet.target.hub import pinned_target, target_dir
 from specfleet.wire.run_pb2 import SubmitRunRequest
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """Built-in names become paths and local paths absolute: the services read them from other working directories."""
-    target = _target(config.model.target)
+    """Built-in names become paths, local paths absolute, and a target of the Hub is pinned to a commit: the services read
+    them from other working directories, and later."""
+    target = pinned_target(config.model.target)
     data, strategy, gate, deployment = config.data, config.strategy, config.gate, config.deployment
     return config.model_copy(
         update={
@@ -36,13 +38,6 @@ def absolute_paths(config: RunConfig) -> RunConfig:
             "deployment": deployment.model_copy(update={"output_dir": _absolute(deployment.output_dir)}),
         }
     )
-
-
-def _target(name: str) -> str:
-    """A directory as an absolute path; anything else stays as it is, for the message that it does not exist."""
-    name = resolve_builtin(name)
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.is_dir() else name
 
 
 def _absolute(path: str) -> str:
@@ -73,7 +68,7 @@ def submission(
     prompt_set = None
     if config.data.source == "features":
         config, prompt_set = _recorded(config, report)
-    contract = build_contract(config, read_target_facts(config.model.target))
+    contract = build_contract(config, read_target_facts(target_dir(config.model.target)))
     if not config.records:
         _check_draft(config)
     if prompt_set is None:
@@ -97,7 +92,7 @@ def _check_draft(config: RunConfig) -> None:
                 f"strategy.init_from: {strategy.init_from} has no config.json, so it is not an exported draft",
             )
     elif not isinstance(strategy, Eagle3Section):
-        resolve_mask_token(config.model.target, strategy.mask_token_id)
+        resolve_mask_token(target_dir(config.model.target, "none"), strategy.mask_token_id)
 
 
 def _recorded(config: RunConfig, report: Callable[[str], None]) -> "tuple[RunConfig, PromptSet]":

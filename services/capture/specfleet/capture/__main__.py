@@ -16,7 +16,9 @@ def capture(
     worker_id: str = typer.Option("", envvar="SPECFLEET_WORKER_ID", help="Stable name; default: the host's."),
     engine: str = typer.Option("hf", envvar="SPECFLEET_ENGINE", help="hf: transformers. sglang: SGLang servers."),
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu, cuda or cuda:N."),
-    target: str = typer.Option("", envvar="SPECFLEET_TARGET", help="Serve this directory only."),
+    target: str = typer.Option(
+        "", envvar="SPECFLEET_TARGET", help="Serve this target only: a directory or a hub name."
+    ),
     server: list[str] = typer.Option(
         [], envvar="SPECFLEET_SERVER", help="http://HOST:PORT of a running SGLang server; repeatable. None: start one."
     ),

@@ -17,6 +17,7 @@ from specfleet.capture.worker import Worker
 from specfleet.contracts.errors import HostError, StoreError
 from specfleet.store.base import FeatureStore
 from specfleet.store.factory import open_store
+from specfleet.target.hub import pinned_target
 from specfleet.telemetry import logs
 from specfleet.telemetry.http import TelemetryServer
 from specfleet.telemetry.process import stop_event
@@ -54,7 +55,7 @@ async def serve(settings: Settings) -> None:
         store=store,
         load_engine=load_engine,
         engine_name=settings.engine.engine,
-        bound_target=settings.engine.target,
+        bound_target=await asyncio.to_thread(pinned_target, settings.engine.target) if settings.engine.target else "",
     )
     telemetry = TelemetryServer(settings.metrics, worker.ready)
     try:

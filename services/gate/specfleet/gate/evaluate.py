@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from specfleet.contracts.errors import ConfigError, ExportError
-from specfleet.data.demo import resolve_builtin
 from specfleet.data.prompt_set import PromptSet
 from specfleet.drafts.base import Draft
 from specfleet.drafts.export import export_engine, load_export
@@ -22,6 +21,7 @@ from specfleet.gate.serving import Serving, check_served, served_report, serving
 from specfleet.sglang.interpreter import find_python
 from specfleet.sglang.speculation import why_not_served
 from specfleet.target.facts import TargetFacts, read_target_facts
+from specfleet.target.hub import target_dir
 from specfleet.wire.gate_pb2 import StartGateRequest
 
 Progress = Callable[[str, int, int], None]
@@ -43,7 +43,7 @@ def evaluate(
     rule = sampling_rule(request)
     # A missing engine is told before the long work, not after it.
     python = find_python(sglang_python) if request.serve_engine else ""
-    facts = read_target_facts(resolve_builtin(request.target))
+    facts = read_target_facts(target_dir(request.target))
     prompts = PromptSet.open(request.eval_set_uri)
     rows = select_rows(prompts, request.max_rows_per_source)
     report: dict[str, Any] = {

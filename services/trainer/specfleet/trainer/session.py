@@ -21,6 +21,7 @@ from specfleet.features.source import FeatureSetSource, is_features_url
 from specfleet.features.writer import FeatureSetWriter
 from specfleet.store.base import FeatureSource
 from specfleet.store.factory import open_store
+from specfleet.target.hub import target_dir
 from specfleet.trainer.checkpoint import CheckpointFolder, Facts, Saved, restore
 from specfleet.trainer.device import DTYPES, pick_device
 from specfleet.trainer.link import Link, LinkAbandoned
@@ -170,7 +171,7 @@ class Session:
         return build_strategy(
             self._config,
             joined.contract,
-            Path(joined.contract.target),
+            target_dir(joined.contract.target, "vocabulary"),
             prompt_set,
             joined.total_steps,
             device,

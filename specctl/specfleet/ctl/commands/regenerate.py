@@ -40,7 +40,9 @@ def regenerate(
     ] = "",
     target: Annotated[
         str,
-        typer.Option("--target", metavar="DIR", help="The target. Alone: served here by SGLang; keeps token ids."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Directory or hub name. Alone: served here by SGLang; keeps token ids."
+        ),
     ] = "",
     model: Annotated[
         str,
@@ -77,10 +79,10 @@ def regenerate(
     from specfleet.ctl.commands.data import parse_filters
     from specfleet.ctl.output import emit
     from specfleet.ctl.views import facts_table
-    from specfleet.data.demo import resolve_builtin
     from specfleet.data.regenerate.endpoint import Patience
     from specfleet.data.regenerate.engines import Sampling
     from specfleet.data.sources import resolve_sources
+    from specfleet.target.hub import hub_name, pinned_target, target_dir
     from specfleet.telemetry import logs
 
     logs.configure("specctl")
@@ -89,12 +91,14 @@ def regenerate(
     kwargs = _json_object(template_kwargs) | ({} if thinking is None else {"enable_thinking": thinking})
     # Before a server is started or waited for.
     resolve_sources(files)
+    if target and not model and hub_name(target):
+        model = pinned_target(target)
     result = asyncio.run(
         _run(
             files,
             out,
             endpoint,
-            resolve_builtin(target) if target else "",
+            target_dir(target, "none" if endpoint else "all") if target else None,
             sglang_python,
             model,
             api_key,
@@ -110,7 +114,7 @@ async def _run(
     files: list[str],
     out: Path,
     endpoint_url: str,
-    target: str,
+    target: Path | None,
     sglang_python: str,
     model: str,
     api_key: str,
@@ -125,7 +129,7 @@ async def _run(
     from specfleet.data.regenerate.run import regenerate
 
     async with AsyncExitStack() as stack:
-        if not endpoint_url:
+        if target is not None and not endpoint_url:
             server = _server(target, sglang_python, out.with_name(f"{out.name}.sglang.log"))
             stack.push_async_callback(server.stop)
             await server.start()
@@ -139,7 +143,7 @@ async def _run(
         return await regenerate(files, engine, sampling, out, on_row=_progress(), **limits)
 
 
-def _server(target: str, sglang_python: str, log_path: Path) -> "Server":
+def _server(target: Path, sglang_python: str, log_path: Path) -> "Server":
     """SGLang with the target as it is stored; on a machine without GPU in float32."""
     from specfleet.sglang.interpreter import find_python
     from specfleet.sglang.launch import Server, ServerOptions

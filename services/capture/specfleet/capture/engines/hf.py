@@ -39,7 +39,6 @@ class HFEngine(ForwardEngine):
         facts, target = self._facts, self._loaded()
         return CaptureContract(
             target=self._asked.target,
-            revision=self._asked.revision,
             weights_hash=facts.weights_hash,
             tokenizer_hash=facts.tokenizer_hash,
             layers=list(target.layers),

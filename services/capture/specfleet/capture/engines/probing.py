@@ -12,6 +12,7 @@ from specfleet.contracts.ids import feature_key, task_key
 from specfleet.sglang.client import ServerFacts, SGLangClient
 from specfleet.store.base import FeatureStore
 from specfleet.target.facts import TargetFacts, read_target_facts, tokenizer_hash
+from specfleet.target.hub import target_dir
 from specfleet.wire.records_pb2 import CaptureContract, FeatureSpec, PromptTask, SampleRef, TaskAttempt
 
 CANARY_RUN = "canary"
@@ -39,9 +40,9 @@ async def probe(client: SGLangClient, asked: CaptureContract, store: FeatureStor
     """
     server = await client.facts()
     try:
-        target = await asyncio.to_thread(read_target_facts, server.model_path)
-        tokens = await asyncio.to_thread(tokenizer_hash, server.tokenizer_path)
-    except ConfigError as error:
+        target = await asyncio.to_thread(lambda: read_target_facts(target_dir(server.model_path)))
+        tokens = await asyncio.to_thread(lambda: tokenizer_hash(target_dir(server.tokenizer_path, "none")))
+    except (ConfigError, HostError) as error:
         raise HostError(
             "SF-SGLANG-TARGET",
             f"{client.url} serves {server.model_path}, whose files cannot be hashed here: {error.message}. Mount them on "
@@ -56,7 +57,6 @@ async def probe(client: SGLangClient, asked: CaptureContract, store: FeatureStor
         )
     measured = CaptureContract(
         target=asked.target,
-        revision=asked.revision,
         weights_hash=target.weights_hash,
         tokenizer_hash=tokens,
         layers=answer.layers,

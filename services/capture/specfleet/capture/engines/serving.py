@@ -21,6 +21,7 @@ from specfleet.sglang.launch import Server, ServerOptions
 from specfleet.store.tensors import dtype_name
 from specfleet.target.dtypes import DTYPES, compute_dtype
 from specfleet.target.facts import read_target_facts
+from specfleet.target.hub import target_dir
 from specfleet.wire.records_pb2 import CaptureContract
 
 log = structlog.get_logger()
@@ -43,8 +44,10 @@ def capture_settings(contract: CaptureContract, store_url: str) -> str:
     return json.dumps(asdict(settings))
 
 
-def server_options(options: EngineOptions, contract: CaptureContract, text_config: dict[str, Any]) -> ServerOptions:
-    """text_config: the language model part of the target's config.json."""
+def server_options(
+    options: EngineOptions, contract: CaptureContract, model: Path, text_config: dict[str, Any]
+) -> ServerOptions:
+    """model: the target's directory here. text_config: the language model part of its config.json."""
     device, _, index = resolve_device(options.device).partition(":")
     dtype = dtype_name(compute_dtype(DTYPES[contract.dtype], device))
     longest = int(text_config.get("max_position_embeddings") or 0)
@@ -62,7 +65,7 @@ def server_options(options: EngineOptions, contract: CaptureContract, text_confi
         *shlex.split(options.sglang_flags),
     ]
     return ServerOptions(
-        model=Path(options.target or contract.target),
+        model=model,
         device=device,
         dtype=dtype,
         context_length=context,
@@ -89,8 +92,9 @@ def kv_bytes_per_token(text_config: dict[str, Any], dtype: str) -> int:
 async def start_server(options: EngineOptions, contract: CaptureContract) -> Server:
     """A running server that captures under the contract. Raises HostError SF-SGLANG-PYTHON or SF-SGLANG-START."""
     python = find_python(options.sglang_python)
-    facts = await asyncio.to_thread(read_target_facts, options.target or contract.target)
-    chosen = server_options(options, contract, facts.text_config)
+    model = await asyncio.to_thread(target_dir, options.target or contract.target)
+    facts = await asyncio.to_thread(read_target_facts, model)
+    chosen = server_options(options, contract, facts.path, facts.text_config)
     if chosen.device != "cpu":
         log.info(
             "CUDA graphs are off in the capture server: a replayed prefill drops captured states; it never decodes"

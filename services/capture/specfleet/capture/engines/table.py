@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from specfleet.capture.engines.base import Engine
 from specfleet.contracts.errors import ConfigError
@@ -17,7 +16,7 @@ class EngineOptions:
     engine: str
     device: str = "auto"
     target: str = ""
-    """Overrides the contract's path; the attestation still compares hashes."""
+    """The only target this worker serves, a directory or a hub name; empty: what a contract names."""
     store_url: str = ""
     servers: tuple[str, ...] = ()
     """URLs of SGLang servers that run already; none: one is started."""
@@ -55,8 +54,10 @@ async def _load_hf(options: EngineOptions, contract: CaptureContract, _store: Fe
     import asyncio
 
     from specfleet.capture.engines.hf import HFEngine
+    from specfleet.target.hub import target_dir
 
-    return await asyncio.to_thread(HFEngine, Path(options.target or contract.target), contract, options.device)
+    directory = await asyncio.to_thread(target_dir, options.target or contract.target)
+    return await asyncio.to_thread(HFEngine, directory, contract, options.device)
 
 
 async def _load_sglang(options: EngineOptions, contract: CaptureContract, store: FeatureStore) -> Engine:

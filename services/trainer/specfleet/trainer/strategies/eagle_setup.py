@@ -49,13 +49,13 @@ def set_up_vocabulary(
     supervised tokens of the prompt set, and always the target's stop tokens: a draft that cannot end drafts past the end.
     """
     from specfleet.data.vocab import build_vocab_map, count_loss_tokens
-    from specfleet.target.facts import read_target_facts
+    from specfleet.target.facts import read_text_facts
 
     config = draft.config
     if init_from:
         warm_start(draft, init_from)
     elif config.draft_vocab_size < config.vocab_size:
-        stops = [token for token in read_target_facts(target_dir).eos_token_ids if token < config.vocab_size]
+        stops = [token for token in read_text_facts(target_dir).eos_token_ids if token < config.vocab_size]
         mapping = build_vocab_map(count_loss_tokens(prompt_set, config.vocab_size), config.draft_vocab_size, stops)
         draft.set_vocabulary(torch.from_numpy(mapping.d2t), torch.from_numpy(mapping.t2d))
 
