@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specfleet.capture.sglang_plugin.copies import Copy, HostCopier, Pair
+from specfleet.capture.sglang_plugin.hooks import finite_rows
 from specfleet.capture.sglang_plugin.request import Origin, parse
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
@@ -250,3 +251,10 @@ def test_pages_are_locked_for_what_may_be_under_way_with_room_for_gaps() -> None
     sink.reserve(1000)  # the first put reaches the store, or says why not
     assert asked == [1250]
     sink.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_bad_element_marks_its_row(dtype: torch.dtype) -> None:
+    aux, final = (torch.full((6, width), torch.finfo(dtype).max, dtype=dtype) for width in (33, 11))
+    aux[1, 32], aux[2, 0], final[4, 5] = float("nan"), float("-inf"), float("inf")
+    assert finite_rows([aux, final]).tolist() == [True, False, False, True, False, True]

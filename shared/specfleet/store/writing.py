@@ -85,8 +85,8 @@ class Batch:
         lent = [item for item in objects if self._lent(item)]
         copied = [item for item in objects if not self._lent(item)]
         groups = [lent] if lent else []
-        for group in groups_of([item.data.nbytes for item in copied], self._connection):
-            groups.append([copied[position] for position in group])
+        for positions in groups_of([item.data.nbytes for item in copied], self._connection):
+            groups.append([copied[position] for position in positions])
         inline = len(groups) == 1 and sum(item.data.nbytes for item in objects) <= INLINE_BYTES
         under_way: list[tuple[list[_Object], Callable[[], list[int]]]] = []
         try:

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -85,7 +84,11 @@ class CudaCopier:
                 code,
             )
             return lambda: None
-        return partial(self._driver, "cudaHostUnregister", address)
+
+        def unlock() -> None:
+            self._driver("cudaHostUnregister", address)
+
+        return unlock
 
     def locked(self, memory: torch.Tensor) -> torch.Tensor:
         return memory if memory.is_pinned() else torch.empty_like(memory, pin_memory=True)

@@ -101,7 +101,7 @@ class Hooks:
         store = open_store(settings.store)
         engine, plugin = (f"{name} {version(name)}" for name in ("sglang", "specfleet"))
         origin = Origin(store.name, settings.layers, engine, plugin)
-        device = torch.device(runner.device, runner.gpu_id if runner.device == "cuda" else None)
+        device = torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
         self._sink = Sink(store, self._table, origin, copier_for(device), settings.store_full_s)
         if device.type == "cuda" and self._writes:
             self._sink.reserve(settings.pending_bytes)
@@ -231,9 +231,7 @@ class Hooks:
         if layers:
             states["aux_states"] = torch.cat(list(aux), dim=-1).to(self._dtype)
         states["final_state"] = (final_NH * self._state_scale if self._state_scale != 1.0 else final_NH).to(self._dtype)
-        # The largest magnitude of a row is NaN or infinite where any element is: one pass and no temporary of that size.
-        largest = [torch.linalg.vector_norm(state, torch.inf, dim=-1) for state in states.values()]
-        states[FINITE] = torch.stack(largest).isfinite().all(dim=0)
+        states[FINITE] = finite_rows(list(states.values()))
         if self._settings.extras:
             states |= self._teacher(processor, final_NH, lm_head)  # every rank takes part: the head is split over them
         if self._writes:
@@ -299,6 +297,13 @@ class Hooks:
             "SF-SGLANG-ABORTED", f"the request ended after {rows} of {request.num_tokens} tokens were captured"
         )
         return failure(request.sample, error)
+
+
+def finite_rows(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[N] bool: the rows of all `states` [N, elements] that hold neither NaN nor infinity."""
+    # A row's largest magnitude is NaN or infinite where any element is: one pass each, and no temporary of that size.
+    largest = [torch.linalg.vector_norm(state, torch.inf, dim=-1) for state in states]
+    return torch.stack(largest).isfinite().all(dim=0)
 
 
 def capture_of(req: Any) -> CaptureRequest | None:
