@@ -1,0 +1,55 @@
+"""Where the threads of a server spend their time: asks its processes (profiler/sitecustomize.py) and prints what they say."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# What a thread must have done to be worth printing, unless it is ours.
+BUSY_CORES, OURS = 0.05, "specfleet"
+LINES = 10
+
+
+def start(folder: Path) -> None:
+    for old in folder.glob("*.json"):
+        old.unlink()
+    (folder / "on").touch()
+
+
+def stop(folder: Path) -> None:
+    """The processes notice by themselves and write within moments."""
+    (folder / "on").unlink(missing_ok=True)
+
+
+def read(folder: Path, processes: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Of these processes (id → name) the ones with a busy thread, the busiest first; of each its busy threads."""
+    found = []
+    for pid, name in processes.items():
+        path = folder / f"{pid}.json"
+        if not path.exists():
+            continue  # it runs no Python
+        told = json.loads(path.read_text())
+        threads = {
+            thread: facts
+            for thread, facts in told["threads"].items()
+            if facts["cores"] >= BUSY_CORES or thread.startswith(OURS)
+        }
+        if threads:
+            found.append({"process": name, **told, "threads": threads})
+    return sorted(found, key=lambda process: -sum(facts["cores"] for facts in process["threads"].values()))
+
+
+def render(processes: list[dict[str, Any]]) -> str:
+    lines = []
+    for process in processes:
+        lines.append(
+            f"\n{process['process']}: {process['samples']} samples in {process['seconds']:.1f} s, "
+            f"Python's lock is waited for {process['lock_wait_ms']:.2f} ms"
+        )
+        for name, told in sorted(process["threads"].items(), key=lambda item: -item[1]["cores"]):
+            lines.append(f"  thread {name}: {told['cores']:.2f} cores")
+            for kind in ("own", "total"):
+                lines += [
+                    f"    {kind:5} {count / process['samples']:6.1%}  {place}" for place, count in told[kind][:LINES]
+                ]
+    return "\n".join(lines)
