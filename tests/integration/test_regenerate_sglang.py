@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.sglang import sglang_python
 from fixtures.tiny import make_tiny_target, make_tiny_tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,6 @@ from specfleet.data.regenerate.endpoint import Endpoint
 from specfleet.data.regenerate.engines import OpenAIEngine, Sampling, SglangEngine
 from specfleet.data.regenerate.run import regenerate
 from specfleet.drafts.decode import decode_greedy
-from specfleet.sglang.interpreter import find_python
 from specfleet.sglang.launch import Server, ServerOptions
 from specfleet.target.hf import HFTarget
 
@@ -66,7 +66,7 @@ def answers(row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 async def test_regenerate_with_sglang(target_dir: Path, tmp_path: Path) -> None:
     chats, out = write_chats(tmp_path / "chats.jsonl"), tmp_path / "out.jsonl"
     server = Server(
-        find_python(),
+        sglang_python(),
         ServerOptions(target_dir, "cpu", "float32", context_length=256, pool_tokens=2048),
         tmp_path / "sglang.log",
     )

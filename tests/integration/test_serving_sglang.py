@@ -13,6 +13,7 @@ from fixtures.eagle3 import LAYERS as EAGLE_LAYERS
 from fixtures.eagle3 import tiny_draft, tiny_strategy
 from fixtures.gate_case import make_gate_case, write_eval_set
 from fixtures.overfit import learn
+from fixtures.sglang import sglang_python
 from fixtures.tiny import make_tiny_target
 
 from specfleet.config.models import DFlashSection
@@ -24,7 +25,6 @@ from specfleet.gate.evaluate import evaluate
 from specfleet.gate.exporting import export_checkpoint
 from specfleet.gate.rows import select_rows
 from specfleet.gate.serving import Served, Serving, check_served, compare, serve
-from specfleet.sglang.interpreter import find_python
 from specfleet.target.hf import HFTarget
 from specfleet.trainer.strategies.dflash import DFlashStrategy
 from specfleet.wire.gate_pb2 import ExportDraftRequest, StartGateRequest
@@ -100,7 +100,7 @@ class Case:
         target_dir = Path(self.target.path)
         eval_set = write_eval_set(folder / "eval", target_dir, self.rows)
         serving = Serving(
-            python=find_python(), target_dir=target_dir, export_dir=export, device="cpu", dtype="float32", depth=depth,
+            python=sglang_python(), target_dir=target_dir, export_dir=export, device="cpu", dtype="float32", depth=depth,
             new_tokens=NEW_TOKENS, log_path=folder / "sglang.log",
         )  # fmt: skip
         chosen = select_rows(PromptSet.open(eval_set), 1)

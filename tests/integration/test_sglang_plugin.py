@@ -15,12 +15,12 @@ import torch
 from fixtures.architectures import ARCHITECTURES, make_target
 from fixtures.plugin_server import CONTEXT, RUN, PluginServer, plugin_server
 from fixtures.pool import MooncakePool
+from fixtures.sglang import sglang_python, sglang_version
 from fixtures.tiny import make_tiny_target
 from safetensors.torch import load_file, save_file
 
-from specfleet.capture.sglang_plugin.versions import TESTED
+from specfleet.capture.sglang_plugin.releases import TESTED
 from specfleet.contracts.errors import CaptureItemError, EngineError, HostError, StoreError
-from specfleet.sglang.interpreter import find_python
 from specfleet.store.factory import open_store
 from specfleet.wire.records_pb2 import PromptTask
 
@@ -302,7 +302,10 @@ def test_a_layer_that_sglang_does_not_hand_out_ends_the_server(fragile_target: P
     ("sabotage", "code"),
     [
         ("versions.TESTED = {'0.5.13': ()}", "SF-SGLANG-VERSION"),
-        ("versions.TESTED['0.5.14'][1].__dict__['digest'] = '0' * 16", "SF-SGLANG-SOURCE"),
+        (
+            "next(iter(versions.functions_of(versions.installed_version()))).__dict__['digest'] = '0' * 16",
+            "SF-SGLANG-SOURCE",
+        ),
         ("HookRegistry.apply_hooks = classmethod(lambda cls: None)", "SF-SGLANG-HOOK"),
     ],
 )
@@ -317,7 +320,7 @@ load_plugins()
 print("serves on")
 """
     env = {"SGLANG_USE_CPU_ENGINE": "1", "SPECFLEET_CAPTURE": f'{{"store": "file://{tmp_path}/pool", "layers": [1]}}'}
-    done = subprocess.run([find_python(), "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sglang_python(), "-c", program], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
     assert f"specfleet: [{code}]" in done.stderr
     assert done.stdout == ""
@@ -332,7 +335,7 @@ def test_verify_engine_tells_a_changed_sglang_from_the_tested_one(tmp_path: Path
             "capture",
             "verify-engine",
             "--python",
-            find_python(),
+            sglang_python(),
             "--json",
         ]
         done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=60)
@@ -341,11 +344,11 @@ def test_verify_engine_tells_a_changed_sglang_from_the_tested_one(tmp_path: Path
     code, found = verify()
     assert code == 0
     assert all(found.values())
-    assert len(found) == 2 + len(TESTED["0.5.14"])
+    assert len(found) == 2 + len(TESTED[sglang_version()])
 
     program = "from specfleet.capture.sglang_plugin.versions import source_root; print(source_root())"
-    root = subprocess.run([find_python(), "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    for path in {function.place.partition(":")[0] for function in TESTED["0.5.14"]}:
+    root = subprocess.run([sglang_python(), "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    for path in {function.place.partition(":")[0] for function in TESTED[sglang_version()]}:
         copy = tmp_path / "sglang" / "srt" / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(Path(root, path).read_text())

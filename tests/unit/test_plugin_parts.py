@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specfleet.capture.sglang_plugin.admission import Admission
+from specfleet.capture.sglang_plugin.releases import TESTED, Function
 from specfleet.capture.sglang_plugin.request import parse, refused
 from specfleet.capture.sglang_plugin.settings import Settings
-from specfleet.capture.sglang_plugin.versions import TESTED, Function, compare, functions_of, measure
+from specfleet.capture.sglang_plugin.versions import compare, functions_of, measure
 from specfleet.contracts.capture import feature_table
 from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError
 from specfleet.contracts.ids import parse_sample_id

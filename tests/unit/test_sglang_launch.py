@@ -50,7 +50,7 @@ def test_a_server_on_a_cpu() -> None:
     options = server_options(
         EngineOptions("sglang", device="cpu", store_url="file:///p?capacity=1"), CONTRACT, MODEL, CONFIG
     )
-    argv, env = server_argv("python", options, 1234), server_env(options, 1234)
+    argv, env = server_argv("python", options, 1234), server_env(options)
     assert flag(argv, "--attention-backend") == "torch_native"
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
     # Every position of the model can be captured, although SGLang keeps seven for itself.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ READY_S = 900.0
 POLL_S = 0.1
 LOG_TAIL_BYTES = 4_000
 LOOPBACK = "127.0.0.1"
+# 0.5.14 refuses to start when its unused gRPC port, ten thousand above the other one, exceeds 65535.
+_PORTS = range(20_000, 55_536)
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,9 @@ def server_argv(python: str, options: ServerOptions, port: int) -> list[str]:
     return [*argv, *options.flags]
 
 
-def server_env(options: ServerOptions, port: int) -> dict[str, str]:
+def server_env(options: ServerOptions) -> dict[str, str]:
     """This process's environment, and what the options add."""
-    # 0.5.14 refuses to start when its unused gRPC port, by default ten thousand above the other one, exceeds 65535.
-    env = os.environ | {"PYTHONUNBUFFERED": "1", "SGLANG_GRPC_PORT": str(port)}
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if options.device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if options.context_length:
@@ -121,7 +123,7 @@ class Server:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=server_env(self._options, port),
+                env=server_env(self._options),
                 start_new_session=True,
                 preexec_fn=dies_with(os.getpid(), signal.SIGKILL),
             )
@@ -172,7 +174,8 @@ class Server:
 
 def _free_port() -> int:
     """A loopback port that was free a moment ago; a server that finds it taken ends, and is started again."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().choice(_PORTS)
+            probe.bind((LOOPBACK, port))
+            return port

@@ -64,6 +64,7 @@ _fleet.command("list")(fleet.list_fleet)
 
 _capture = _group("capture", "The engine that captures.")
 _capture.command("verify-engine")(capture.verify_engine)
+_capture.command("patch")(capture.patch)
 
 _sample = _group("sample", "Single samples.")
 _sample.command("explain")(fleet.explain_sample)

@@ -1,8 +1,9 @@
-"""specctl capture verify-engine."""
+"""specctl capture verify-engine, patch."""
 
 import json
 import subprocess
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,18 +15,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def verify_engine(
-    python: Annotated[
-        str,
-        typer.Option(
-            "--python",
-            envvar="SPECFLEET_SGLANG_PYTHON",
-            help="Interpreter that has SGLang (default: this one if it has, else .venv-sglang of the checkout).",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
+Python = Annotated[
+    str,
+    typer.Option(
+        "--python",
+        envvar="SPECFLEET_SGLANG_PYTHON",
+        help="Interpreter that has SGLang (default: this one if it has, else .venv-sglang of the checkout).",
+        show_default=False,
+    ),
+]
+
+
+def verify_engine(python: Python = "", as_json: AsJson = False) -> None:
     """Compare the installed SGLang with the one the capture plugin was tested with; exit code 1 when it differs.
 
     Each hooked function must have the tested signature and source. A capture server checks the same before it starts.
@@ -36,6 +37,41 @@ def verify_engine(
     emit(as_json, rows, lambda console: _render(console, rows))
     if not all(row["ok"] for row in rows):
         raise typer.Exit(EXIT_FAILED)
+
+
+def patch(
+    action: Annotated[Literal["show", "apply", "verify", "revert"], typer.Argument(help="What to do.")] = "show",
+    python: Python = "",
+    package: Annotated[
+        Path | None,
+        typer.Option(
+            "--sglang",
+            metavar="DIR",
+            help="The directory of the package instead, in an unpacked image.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Call the capture plugin from SGLang's own source, for images in which SGLang finds no entry points.
+
+    show prints the patch for `patch -p1` or `git apply`; verify exits with 1 unless it is applied. Each refuses a file whose
+    sha256 is neither that of a tested release nor the patched one.
+    """
+    from specfleet.ctl.output import say
+    from specfleet.sglang import patch as sglang_patch
+    from specfleet.sglang.interpreter import find_python, package_dir
+
+    folder = package or package_dir(find_python(python))
+    if action == "show":
+        typer.echo(sglang_patch.unified_diff(folder), nl=False)
+    elif action == "verify":
+        patched = sglang_patch.is_patched(folder)
+        say(f"{folder} is {'patched' if patched else 'as released'}")
+        raise typer.Exit(0 if patched else EXIT_FAILED)
+    else:
+        changed = sglang_patch.apply(folder) if action == "apply" else sglang_patch.revert(folder)
+        state = "patched" if action == "apply" else "as released"
+        say(f"{folder} is {state}{'' if changed else ', and was before'}")
 
 
 def _measure(python: str) -> list[dict[str, Any]]:

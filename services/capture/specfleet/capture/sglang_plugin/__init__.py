@@ -42,15 +42,20 @@ from specfleet.contracts.errors import EXIT_ENVIRONMENT, SpecfleetError
 
 ENVIRONMENT = "SPECFLEET_CAPTURE"
 
+_active = False
+
 
 def activate() -> None:
     """Called by SGLang in the server's first process and in each scheduler, before anything else is started there.
 
-    SGLang only logs what a plugin raises and serves on without it; SystemExit ends the process.
+    SGLang only logs what a plugin raises and serves on without it; SystemExit ends the process. A patched SGLang that also
+    sees the entry point calls this twice.
     """
+    global _active
     text = os.environ.get(ENVIRONMENT)
-    if not text:
+    if not text or _active:
         return
+    _active = True
     try:
         from specfleet.capture.sglang_plugin.install import install
 

@@ -1,4 +1,4 @@
-"""What a server, a model and a request must be for captures to be exact (SGLang 0.5.14)."""
+"""What a server, a model and a request must be for captures to be exact."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +41,9 @@ def check_options(args: Any, device: str) -> None:
     excluded = {
         "--speculative-algorithm": args.speculative_algorithm is not None,
         "--pp-size": args.pp_size > 1,
+        # Ranks that see only some of a prompt's tokens; the second exists since 0.5.23.
+        "--attn-cp-size": args.attn_cp_size > 1,
+        "--enable-layernorm-sp": getattr(args, "enable_layernorm_sp", False),
         "--enable-dp-attention": args.enable_dp_attention,
         "--disaggregation-mode": args.disaggregation_mode != "null",
         "--dllm-algorithm": args.dllm_algorithm is not None,
@@ -50,6 +53,8 @@ def check_options(args: Any, device: str) -> None:
         "--max-queued-requests": args.max_queued_requests is not None,
         "SGLANG_REQ_WAITING_TIMEOUT": envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0,
         "--sleep-on-idle": args.sleep_on_idle,
+        # Since 0.5.17: answers take another way.
+        "SGLANG_RUST_SERVER": hasattr(envs, "SGLANG_RUST_SERVER") and envs.SGLANG_RUST_SERVER.get(),
         # Python does not run in a replayed graph, so no hook does.
         "prefill CUDA graphs (set --cuda-graph-backend-prefill disabled)": device == "cuda"
         and args.cuda_graph_config.prefill.backend != "disabled",

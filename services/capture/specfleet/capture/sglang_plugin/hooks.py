@@ -7,8 +7,9 @@ batch    around a batch                notes which rows of it belong to which ca
 states   around the logits             takes those rows; the states of layers go no further, so ordinary requests see none
 stream   before answers are sent       withholds those of captures until their objects are published
 
-All of it holds for SGLang 0.5.14 (versions.py). The states pass through LogitsProcessor.forward in every model that hands them
-out, as `hidden_states` [N, H] after the final norm and `aux_hidden_states`, one [N, H] per layer.
+All of it holds for the releases of releases.py. The states pass through LogitsProcessor.forward in every model that hands them
+out, as `hidden_states` [N, H] after the final norm and `aux_hidden_states`: one [N, H] per layer, or, of some models since
+0.5.17, all of them side by side.
 """
 
 import logging
@@ -16,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +57,9 @@ class Hooks:
         self._admission: Admission[Any] = Admission(settings.pending_bytes)
         self._batch: _Batch | None = None
         self._withheld: dict[str, Any] = {}
-        self._writes = True
-        """Whether this is the rank that stores and answers: the states are the same on all of them."""
         # Known once the model is loaded.
+        self._writes = False
+        """Whether this is the rank that stores and answers: the states are the same on all of them."""
         self._sink: Sink | None = None
         self._table: FeatureTable = {}
         self._vocab_size = 0
@@ -71,8 +72,8 @@ class Hooks:
 
     # layers
 
-    def after_init_aux_hidden_state_capture(self, _result: None, runner: Any) -> None:
-        """AFTER ModelRunner.init_aux_hidden_state_capture; before CUDA graphs are captured."""
+    def after_init_attention_backends(self, _result: None, runner: Any) -> None:
+        """AFTER ModelRunner.init_attention_backends, which sets up SGLang's own capture; before CUDA graphs are captured."""
         if runner.is_draft_worker:
             return
         try:
@@ -83,6 +84,8 @@ class Hooks:
             raise
 
     def _load(self, runner: Any) -> None:
+        from sglang.srt.distributed.parallel_state import get_attn_tensor_model_parallel_rank
+
         model, config, settings = runner.model, runner.model_config, self._settings
         check_options(runner.server_args, runner.device)
         contract = CaptureContract(
@@ -92,6 +95,7 @@ class Hooks:
             hidden_size=config.hidden_size,
             extras=settings.extras,
         )
+        self._writes = get_attn_tensor_model_parallel_rank() == 0
         self._vocab_size = config.vocab_size
         # What the head sees is divided by this in MiniCPM's models; features hold the state before that, once normed.
         self._state_scale = float(getattr(model, "scale_width", 1.0))
@@ -99,8 +103,7 @@ class Hooks:
             capture_layers(model, settings.layers, config.num_hidden_layers)
         self._table = feature_table(contract)
         store = open_store(settings.store)
-        engine, plugin = (f"{name} {version(name)}" for name in ("sglang", "specfleet"))
-        origin = Origin(store.name, settings.layers, engine, plugin)
+        origin = Origin(store.name, settings.layers, _release("sglang"), _release("specfleet"))
         device = torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
         self._sink = Sink(store, self._table, origin, copier_for(device), settings.store_full_s)
         if device.type == "cuda" and self._writes:
@@ -169,7 +172,6 @@ class Hooks:
 
     def around_run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """AROUND Scheduler.run_batch."""
-        self._writes = scheduler.ps.attn_tp_rank == 0
         current = self._batch = self._captures(batch) if batch.forward_mode.is_extend() else None
         try:
             return run(scheduler, batch, *args, **kwargs)
@@ -205,12 +207,12 @@ class Hooks:
         hidden_states: torch.Tensor,
         lm_head: Any,
         logits_metadata: Any,
-        aux_hidden_states: Sequence[torch.Tensor] | None = None,
+        aux_hidden_states: torch.Tensor | Sequence[torch.Tensor] | None = None,
         hidden_states_before_norm: torch.Tensor | None = None,
     ) -> Any:
         """AROUND LogitsProcessor.forward."""
         if self._batch is not None:
-            self._take(self._batch, processor, hidden_states, lm_head, aux_hidden_states or ())
+            self._take(self._batch, processor, hidden_states, lm_head, aux_hidden_states)
         return forward(processor, input_ids, hidden_states, lm_head, logits_metadata, None, hidden_states_before_norm)
 
     def _take(
@@ -219,17 +221,19 @@ class Hooks:
         processor: Any,
         final_NH: torch.Tensor,
         lm_head: Any,
-        aux: Sequence[torch.Tensor],
+        aux: torch.Tensor | Sequence[torch.Tensor] | None,
     ) -> None:
         batch.taken = True
-        layers = self._settings.layers
-        if len(aux) != len(layers):
-            raise HostError(
-                "SF-SGLANG-LAYERS", f"the model handed out states of {len(aux)} layers instead of {len(layers)}"
-            )
+        asked, handed_out = len(self._settings.layers), 0
         states: dict[str, torch.Tensor] = {}
-        if layers:
-            states["aux_states"] = torch.cat(list(aux), dim=-1).to(self._dtype)
+        if aux is not None and len(aux):
+            aux_NKH = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+            handed_out = aux_NKH.shape[-1] // final_NH.shape[-1]
+            states["aux_states"] = aux_NKH.to(self._dtype)
+        if handed_out != asked:
+            raise HostError(
+                "SF-SGLANG-LAYERS", f"the model handed out states of {handed_out} layers instead of {asked}"
+            )
         states["final_state"] = (final_NH * self._state_scale if self._state_scale != 1.0 else final_NH).to(self._dtype)
         states[FINITE] = finite_rows(list(states.values()))
         if self._settings.extras:
@@ -304,6 +308,13 @@ def finite_rows(states: Sequence[torch.Tensor]) -> torch.Tensor:
     # A row's largest magnitude is NaN or infinite where any element is: one pass each, and no temporary of that size.
     largest = [torch.linalg.vector_norm(state, torch.inf, dim=-1) for state in states]
     return torch.stack(largest).isfinite().all(dim=0)
+
+
+def _release(distribution: str) -> str:
+    try:
+        return f"{distribution} {version(distribution)}"
+    except PackageNotFoundError:  # only on the path, as beside a patched SGLang
+        return f"{distribution} unversioned"
 
 
 def capture_of(req: Any) -> CaptureRequest | None:

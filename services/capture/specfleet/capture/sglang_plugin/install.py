@@ -2,7 +2,7 @@
 
 import pkgutil
 
-from specfleet.capture.sglang_plugin import versions
+from specfleet.capture.sglang_plugin import releases, versions
 from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.contracts.errors import HostError
 
@@ -20,13 +20,13 @@ def install(text: str) -> None:
     around, after = HookType.AROUND, HookType.AFTER
     kinds = (after, around, around, around, around)
     methods = (
-        hooks.after_init_aux_hidden_state_capture,
+        hooks.after_init_attention_backends,
         hooks.around_pull_raw_reqs,
         hooks.around_run_batch,
         hooks.around_logits,
         hooks.around_stream_output,
     )
-    targets = [functions[place].target for place in versions.HOOKED]
+    targets = [functions[place].target for place in releases.HOOKED]
     before = [pkgutil.resolve_name(target) for target in targets]
     for target, method, kind in zip(targets, methods, kinds, strict=True):
         HookRegistry.register(target, method, kind)

@@ -1,4 +1,4 @@
-"""The functions of SGLang that the plugin hooks or leans on, as they are in each tested version. Imports no SGLang.
+"""Is the installed SGLang one that the plugin was tested with (releases.py)? Imports no SGLang.
 
 A function counts as the tested one when its signature and its source text are. `python -m
 specfleet.capture.sglang_plugin.versions`, run by the server's interpreter, prints the comparison as JSON (`specctl capture
@@ -6,6 +6,7 @@ verify-engine`).
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -15,25 +16,12 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from specfleet.capture.sglang_plugin.releases import TESTED, Function
 from specfleet.contracts.errors import HostError, SpecfleetError
+from specfleet.sglang import patch
 
 DISTRIBUTION = "sglang"
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
-
-
-@dataclass(frozen=True)
-class Function:
-    """One function as `path/of/module.py:Class.method`, its parameters and the sha256 of its source (16 hex digits)."""
-
-    place: str
-    parameters: str
-    digest: str
-
-    @property
-    def target(self) -> str:
-        """The dotted path that SGLang's hook registry resolves."""
-        path, _, name = self.place.partition(":")
-        return f"sglang.srt.{path.removesuffix('.py').replace('/', '.')}.{name}"
 
 
 @dataclass(frozen=True)
@@ -47,51 +35,6 @@ class Row:
     @property
     def ok(self) -> bool:
         return self.expected == self.found
-
-
-_BATCHES = "managers/scheduler.py:Scheduler.run_batch"
-_LOGITS = "layers/logits_processor.py:LogitsProcessor.forward"
-_RECEIVE = "managers/scheduler_components/request_receiver.py:SchedulerRequestReceiver._pull_raw_reqs"
-_STREAM = "managers/scheduler_components/output_streamer.py:SchedulerOutputStreamer.stream_output"
-_LAYERS = "model_executor/model_runner.py:ModelRunner.init_aux_hidden_state_capture"
-HOOKED = (_LAYERS, _RECEIVE, _BATCHES, _LOGITS, _STREAM)
-
-TESTED: dict[str, tuple[Function, ...]] = {
-    "0.5.14": (
-        Function(_LAYERS, "self", "518dbd60cac9a359"),
-        Function(_RECEIVE, "self", "8a9955fe896f087e"),
-        Function(
-            _BATCHES,
-            "self, batch: ScheduleBatch, pp_proxy_tensors: Optional[PPProxyTensors]=None",
-            "98e0aa94f5450749",
-        ),
-        Function(
-            _LOGITS,
-            "self, input_ids, hidden_states, lm_head: VocabParallelEmbedding, logits_metadata: "
-            "Union[LogitsMetadata, ForwardBatch], aux_hidden_states: Optional[torch.Tensor]=None, "
-            "hidden_states_before_norm: Optional[torch.Tensor]=None",
-            "5e54dd2307b7fd35",
-        ),
-        Function(
-            _STREAM,
-            "self, reqs: List[Req], return_logprob: bool, skip_req: Optional[Req]=None",
-            "ea8674f3306daab3",
-        ),
-        # Not hooked, but called or relied on: the teacher's logits, and the slice of customized_info that is sent.
-        Function(
-            "layers/logits_processor.py:LogitsProcessor._get_logits",
-            "self, hidden_states: torch.Tensor, lm_head: VocabParallelEmbedding, logits_metadata: LogitsMetadata, "
-            "embedding_bias: Optional[torch.Tensor]=None",
-            "15d3bce0b4e922c9",
-        ),
-        Function(
-            "managers/scheduler_components/output_streamer.py:_GenerationStreamAccumulator.accept",
-            "self, *, req: Req",
-            "4d4a527edbe84e10",
-        ),
-        Function("plugins/hook_registry.py:HookRegistry.apply_hooks", "cls", "5250fd9a1bf2498b"),
-    ),
-}
 
 
 def installed_version() -> str:
@@ -158,12 +101,20 @@ def report() -> list[Row]:
     """Version, entry point and functions of this interpreter's SGLang. Raises HostError SF-SGLANG-MISSING."""
     version = installed_version()
     tested = version if version in TESTED else " or ".join(TESTED)
-    entry_points = [point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
     return [
         Row("sglang", tested, version),
-        Row(f"entry point {ENTRY_POINT_GROUP}", "specfleet", "specfleet" if "specfleet" in entry_points else "absent"),
+        Row(f"entry point {ENTRY_POINT_GROUP} or patch", "specfleet", "specfleet" if _called() else "absent"),
         *compare(source_root(), TESTED.get(version, ())),
     ]
+
+
+def _called() -> bool:
+    """Whether SGLang calls the plugin when it starts."""
+    if "specfleet" in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP).names:
+        return True
+    with contextlib.suppress(HostError):  # a file that is neither stock nor patched
+        return patch.is_patched(source_root().parent)
+    return False
 
 
 def check_installed() -> str:
