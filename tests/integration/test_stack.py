@@ -138,9 +138,9 @@ def test_a_run_from_submission_to_gate(specctl: Specctl, config: Path, commit: s
     export = specctl.json("export", "tiny")
     assert Path(export["output_dir"]).name == "sglang"
     assert (Path(export["output_dir"]) / "config.json").exists()
-    gate = specctl.json("gate", "run", "tiny", "--no-baseline", "--temperature", "0.8")
+    gate = specctl.json("gate", "run", "tiny", "--no-baseline", "--temperature", "0.8", "--top-p", "0.95")
     assert gate["state"] == "PASS"
-    assert gate["report"]["sampling"] == {"rule": "rejection", "temperature": 0.8}
+    assert gate["report"]["sampling"] == {"rule": "rejection", "temperature": 0.8, "top_k": 0, "top_p": 0.95}
     assert gate["report"]["acceptance_length"]["times"]["after"] >= 1.0
     assert specctl.json("gate", "show", gate["gate_id"])["report"] == gate["report"]
 

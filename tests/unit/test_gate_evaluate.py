@@ -183,15 +183,20 @@ def test_an_export_of_a_run_must_be_provable(case: GateCase, exports: tuple[Path
 def test_sampled_decoding_is_reported_with_its_rule(
     case: GateCase, exports: tuple[Path, Path], tmp_path: Path, rule: str
 ) -> None:
-    report = run(case, exports[0], tmp_path / "gate", temperature=0.7, acceptance_rule=rule)
-    assert report["sampling"] == {"rule": rule, "temperature": 0.7}
+    report = run(case, exports[0], tmp_path / "gate", temperature=0.7, top_k=1, acceptance_rule=rule)
+    assert report["sampling"] == {"rule": rule, "temperature": 0.7, "top_k": 1, "top_p": 1.0}
     for row in report["lossless"]["rows"]:
         assert row["identical"]
-        assert 1.0 <= row["sampled_acceptance_length"] <= 5.0
-    assert f"{rule} at temperature 0.7" in (tmp_path / "gate" / "report.md").read_text()
+        # Of one token there is nothing to choose: sampling is greedy decoding then.
+        assert row["sampled_acceptance_length"] == row["acceptance_length"]
+    assert f"{rule} at temperature 0.7, top-k 1" in (tmp_path / "gate" / "report.md").read_text()
     # Seeded: the same request gives the same numbers.
-    again = run(case, exports[0], tmp_path / "again", temperature=0.7, acceptance_rule=rule)
-    assert again["lossless"] == report["lossless"]
+    sampled = [
+        run(case, exports[0], tmp_path / name, temperature=0.7, top_p=0.9, acceptance_rule=rule) for name in ("a", "b")
+    ]
+    assert sampled[0]["lossless"] == sampled[1]["lossless"] != report["lossless"]
+    assert sampled[0]["sampling"] == {"rule": rule, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
+    assert all(1.0 <= row["sampled_acceptance_length"] <= 5.0 for row in sampled[0]["lossless"]["rows"])
 
 
 def test_without_a_temperature_nothing_is_sampled(case: GateCase, exports: tuple[Path, Path], tmp_path: Path) -> None:

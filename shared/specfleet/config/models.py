@@ -328,6 +328,10 @@ class GateSection(Section):
     temperature: Annotated[float, Field(ge=0.0)] = Field(
         0.0, description="Decode the lossless rows once more at this temperature; 0: greedily only."
     )
+    top_k: NonNegativeInt = Field(0, description="With a temperature: sample from the likeliest tokens only; 0: all.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="With a temperature: sample from the smallest set of tokens that reaches this probability."
+    )
     acceptance_rule: Literal["rejection", "target_only"] = Field(
         "rejection", description="Sampled guesses: lossless rejection sampling, or SGLang's default."
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specfleet/v1/gate.proto\x12\x0cspecfleet.v1\"s\n\x12\x45xportDraftRequest\x12\x16\n\x0e\x63heckpoint_uri\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x12\n\noutput_dir\x18\x03 \x01(\t\x12\x11\n\tuntrained\x18\x04 \x01(\x08\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"N\n\x13\x45xportDraftResponse\x12\x12\n\noutput_dir\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\"\x96\x03\n\x10StartGateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nexport_dir\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x14\n\x0c\x65val_set_uri\x18\x04 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_rows_per_source\x18\x06 \x01(\r\x12\x15\n\rlossless_rows\x18\x07 \x01(\r\x12\x1b\n\x13lossless_new_tokens\x18\x08 \x01(\r\x12\x1b\n\x13\x62\x61seline_export_dir\x18\t \x01(\t\x12\x12\n\noutput_dir\x18\n \x01(\t\x12\x1b\n\x13require_improvement\x18\x0b \x01(\x08\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x13\n\x0btemperature\x18\r \x01(\x01\x12\x17\n\x0f\x61\x63\x63\x65ptance_rule\x18\x0e \x01(\t\x12\x14\n\x0cserve_engine\x18\x0f \x01(\t\x12\x12\n\nserve_rows\x18\x10 \x01(\r\x12\x18\n\x10serve_new_tokens\x18\x11 \x01(\r\"$\n\x11StartGateResponse\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\"\x8e\x01\n\nGateStatus\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0c\n\x04\x64one\x18\x05 \x01(\x04\x12\r\n\x05total\x18\x06 \x01(\x04\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x13\n\x0breport_json\x18\x08 \x01(\t\"!\n\x0eGetGateRequest\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\";\n\x0fGetGateResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.specfleet.v1.GateStatus\"#\n\x10WatchGateRequest\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\"=\n\x11WatchGateResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.specfleet.v1.GateStatus2\xc7\x02\n\x0bGateService\x12R\n\x0b\x45xportDraft\x12 .specfleet.v1.ExportDraftRequest\x1a!.specfleet.v1.ExportDraftResponse\x12L\n\tStartGate\x12\x1e.specfleet.v1.StartGateRequest\x1a\x1f.specfleet.v1.StartGateResponse\x12\x46\n\x07GetGate\x12\x1c.specfleet.v1.GetGateRequest\x1a\x1d.specfleet.v1.GetGateResponse\x12N\n\tWatchGate\x12\x1e.specfleet.v1.WatchGateRequest\x1a\x1f.specfleet.v1.WatchGateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specfleet/v1/gate.proto\x12\x0cspecfleet.v1\"s\n\x12\x45xportDraftRequest\x12\x16\n\x0e\x63heckpoint_uri\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x12\n\noutput_dir\x18\x03 \x01(\t\x12\x11\n\tuntrained\x18\x04 \x01(\x08\x12\x0e\n\x06run_id\x18\x05 \x01(\t\"N\n\x13\x45xportDraftResponse\x12\x12\n\noutput_dir\x18\x01 \x01(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\t\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\"\xb4\x03\n\x10StartGateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nexport_dir\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x14\n\x0c\x65val_set_uri\x18\x04 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13max_rows_per_source\x18\x06 \x01(\r\x12\x15\n\rlossless_rows\x18\x07 \x01(\r\x12\x1b\n\x13lossless_new_tokens\x18\x08 \x01(\r\x12\x1b\n\x13\x62\x61seline_export_dir\x18\t \x01(\t\x12\x12\n\noutput_dir\x18\n \x01(\t\x12\x1b\n\x13require_improvement\x18\x0b \x01(\x08\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x13\n\x0btemperature\x18\r \x01(\x01\x12\x17\n\x0f\x61\x63\x63\x65ptance_rule\x18\x0e \x01(\t\x12\x14\n\x0cserve_engine\x18\x0f \x01(\t\x12\x12\n\nserve_rows\x18\x10 \x01(\r\x12\x18\n\x10serve_new_tokens\x18\x11 \x01(\r\x12\r\n\x05top_k\x18\x12 \x01(\r\x12\r\n\x05top_p\x18\x13 \x01(\x01\"$\n\x11StartGateResponse\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\"\x8e\x01\n\nGateStatus\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05stage\x18\x04 \x01(\t\x12\x0c\n\x04\x64one\x18\x05 \x01(\x04\x12\r\n\x05total\x18\x06 \x01(\x04\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x13\n\x0breport_json\x18\x08 \x01(\t\"!\n\x0eGetGateRequest\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\";\n\x0fGetGateResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.specfleet.v1.GateStatus\"#\n\x10WatchGateRequest\x12\x0f\n\x07gate_id\x18\x01 \x01(\t\"=\n\x11WatchGateResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.specfleet.v1.GateStatus2\xc7\x02\n\x0bGateService\x12R\n\x0b\x45xportDraft\x12 .specfleet.v1.ExportDraftRequest\x1a!.specfleet.v1.ExportDraftResponse\x12L\n\tStartGate\x12\x1e.specfleet.v1.StartGateRequest\x1a\x1f.specfleet.v1.StartGateResponse\x12\x46\n\x07GetGate\x12\x1c.specfleet.v1.GetGateRequest\x1a\x1d.specfleet.v1.GetGateResponse\x12N\n\tWatchGate\x12\x1e.specfleet.v1.WatchGateRequest\x1a\x1f.specfleet.v1.WatchGateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPORTDRAFTRESPONSE']._serialized_start=158
   _globals['_EXPORTDRAFTRESPONSE']._serialized_end=236
   _globals['_STARTGATEREQUEST']._serialized_start=239
-  _globals['_STARTGATEREQUEST']._serialized_end=645
-  _globals['_STARTGATERESPONSE']._serialized_start=647
-  _globals['_STARTGATERESPONSE']._serialized_end=683
-  _globals['_GATESTATUS']._serialized_start=686
-  _globals['_GATESTATUS']._serialized_end=828
-  _globals['_GETGATEREQUEST']._serialized_start=830
-  _globals['_GETGATEREQUEST']._serialized_end=863
-  _globals['_GETGATERESPONSE']._serialized_start=865
-  _globals['_GETGATERESPONSE']._serialized_end=924
-  _globals['_WATCHGATEREQUEST']._serialized_start=926
-  _globals['_WATCHGATEREQUEST']._serialized_end=961
-  _globals['_WATCHGATERESPONSE']._serialized_start=963
-  _globals['_WATCHGATERESPONSE']._serialized_end=1024
-  _globals['_GATESERVICE']._serialized_start=1027
-  _globals['_GATESERVICE']._serialized_end=1354
+  _globals['_STARTGATEREQUEST']._serialized_end=675
+  _globals['_STARTGATERESPONSE']._serialized_start=677
+  _globals['_STARTGATERESPONSE']._serialized_end=713
+  _globals['_GATESTATUS']._serialized_start=716
+  _globals['_GATESTATUS']._serialized_end=858
+  _globals['_GETGATEREQUEST']._serialized_start=860
+  _globals['_GETGATEREQUEST']._serialized_end=893
+  _globals['_GETGATERESPONSE']._serialized_start=895
+  _globals['_GETGATERESPONSE']._serialized_end=954
+  _globals['_WATCHGATEREQUEST']._serialized_start=956
+  _globals['_WATCHGATEREQUEST']._serialized_end=991
+  _globals['_WATCHGATERESPONSE']._serialized_start=993
+  _globals['_WATCHGATERESPONSE']._serialized_end=1054
+  _globals['_GATESERVICE']._serialized_start=1057
+  _globals['_GATESERVICE']._serialized_end=1384
 # @@protoc_insertion_point(module_scope)

@@ -31,7 +31,7 @@ class ExportDraftResponse(_message.Message):
     def __init__(self, output_dir: _Optional[str] = ..., files: _Optional[_Iterable[str]] = ..., weights_hash: _Optional[str] = ...) -> None: ...
 
 class StartGateRequest(_message.Message):
-    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype", "temperature", "acceptance_rule", "serve_engine", "serve_rows", "serve_new_tokens")
+    __slots__ = ("run_id", "export_dir", "target", "eval_set_uri", "num_draft_tokens", "max_rows_per_source", "lossless_rows", "lossless_new_tokens", "baseline_export_dir", "output_dir", "require_improvement", "dtype", "temperature", "acceptance_rule", "serve_engine", "serve_rows", "serve_new_tokens", "top_k", "top_p")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EXPORT_DIR_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class StartGateRequest(_message.Message):
     SERVE_ENGINE_FIELD_NUMBER: _ClassVar[int]
     SERVE_ROWS_FIELD_NUMBER: _ClassVar[int]
     SERVE_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     export_dir: str
     target: str
@@ -66,7 +68,9 @@ class StartGateRequest(_message.Message):
     serve_engine: str
     serve_rows: int
     serve_new_tokens: int
-    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ..., temperature: _Optional[float] = ..., acceptance_rule: _Optional[str] = ..., serve_engine: _Optional[str] = ..., serve_rows: _Optional[int] = ..., serve_new_tokens: _Optional[int] = ...) -> None: ...
+    top_k: int
+    top_p: float
+    def __init__(self, run_id: _Optional[str] = ..., export_dir: _Optional[str] = ..., target: _Optional[str] = ..., eval_set_uri: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., max_rows_per_source: _Optional[int] = ..., lossless_rows: _Optional[int] = ..., lossless_new_tokens: _Optional[int] = ..., baseline_export_dir: _Optional[str] = ..., output_dir: _Optional[str] = ..., require_improvement: _Optional[bool] = ..., dtype: _Optional[str] = ..., temperature: _Optional[float] = ..., acceptance_rule: _Optional[str] = ..., serve_engine: _Optional[str] = ..., serve_rows: _Optional[int] = ..., serve_new_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ...) -> None: ...
 
 class StartGateResponse(_message.Message):
     __slots__ = ("gate_id",)

@@ -3,6 +3,7 @@
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def evaluate(
         "target": str(facts.path),
         "eval_set": prompts.digest,
         "num_draft_tokens": depth,
-        "sampling": None if rule is None else {"rule": rule.name, "temperature": request.temperature},
+        "sampling": None if rule is None else {"rule": rule.name, **asdict(rule.sampling)},
         "dtype": request.dtype or "bfloat16",
         "device": device,
         "rows": len(rows),

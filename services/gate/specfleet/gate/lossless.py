@@ -44,12 +44,12 @@ class Decoded:
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.plain), len(self.speculative)))
 
 
-def sampling_rule(request: StartGateRequest) -> Rule | None:
+def sampling_rule(request: StartGateRequest) -> Rejection | None:
     """What a job samples with; None at temperature 0. Raises ConfigError SF-DECODE-SAMPLING."""
     if not request.temperature:
         return None
     rule = TargetOnly if request.acceptance_rule == TargetOnly.name else Rejection
-    return rule(Sampling(request.temperature), Chance(SAMPLING_SEED))
+    return rule(Sampling(request.temperature, request.top_k, request.top_p or 1.0), Chance(SAMPLING_SEED))
 
 
 def decode_both(

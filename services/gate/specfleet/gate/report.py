@@ -87,7 +87,10 @@ def acceptance_markdown(report: Mapping[str, Any]) -> str:
 def _lossless_table(rows: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any] | None) -> str:
     columns = ["source", "row", "new tokens", "identical", "acceptance length"]
     if sampling is not None:
-        columns.append(f"{sampling['rule']} at temperature {sampling['temperature']:g}")
+        limits = (f", top-k {sampling['top_k']}" if sampling["top_k"] else "") + (
+            f", top-p {sampling['top_p']:g}" if sampling["top_p"] < 1 else ""
+        )
+        columns.append(f"{sampling['rule']} at temperature {sampling['temperature']:g}{limits}")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         where = (

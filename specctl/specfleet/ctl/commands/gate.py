@@ -90,6 +90,12 @@ def run_gate(
             "--temperature", min=-1, help="Decode those rows once more, sampled; 0: no. -1: the run's gate section."
         ),
     ] = -1.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=-1, help="Sample from the likeliest only; 0: all. -1: the run's gate section.")
+    ] = -1,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0, max=1, help="Likewise, by probability. 0: the run's gate section.")
+    ] = 0.0,
     acceptance_rule: Annotated[
         Literal["rejection", "target_only"] | None,
         typer.Option("--rule", help="How sampled guesses are verified; default: the run's gate section."),
@@ -133,6 +139,8 @@ def run_gate(
         request = StartGateRequest(
             run_id=run,
             temperature=config.gate.temperature if temperature < 0 else temperature,
+            top_k=config.gate.top_k if top_k < 0 else top_k,
+            top_p=top_p or config.gate.top_p,
             acceptance_rule=acceptance_rule or config.gate.acceptance_rule,
             export_dir=trained.output_dir,
             target=config.model.target,
