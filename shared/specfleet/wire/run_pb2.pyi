@@ -180,7 +180,7 @@ class CancelRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[RunSnapshot, _Mapping]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("run_id", "step", "generation", "uri", "digest", "committed_at_unix_ms", "final", "state")
+    __slots__ = ("run_id", "step", "generation", "uri", "digest", "committed_at_unix_ms", "final")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -188,7 +188,6 @@ class Checkpoint(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     generation: int
@@ -196,8 +195,7 @@ class Checkpoint(_message.Message):
     digest: str
     committed_at_unix_ms: int
     final: bool
-    state: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., generation: _Optional[int] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ..., committed_at_unix_ms: _Optional[int] = ..., final: _Optional[bool] = ..., state: _Optional[str] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., generation: _Optional[int] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ..., committed_at_unix_ms: _Optional[int] = ..., final: _Optional[bool] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
     __slots__ = ("run_id",)

@@ -33,7 +33,7 @@ def get_run(coordinator: Client, run_id: str) -> RunSnapshot:
 def find_checkpoint(coordinator: Client, run_id: str, step: int | None = None) -> Checkpoint:
     """The committed checkpoint of a step, or the newest. Raises ConfigError SF-CTL-NO-CHECKPOINT naming those there are."""
     answer = coordinator.call(coordinator.runs.ListCheckpoints, ListCheckpointsRequest(run_id=run_id))
-    committed = {c.step: c for c in answer.checkpoints if c.state == "COMMITTED"}
+    committed = {c.step: c for c in answer.checkpoints}
     if not committed:
         raise ConfigError("SF-CTL-NO-CHECKPOINT", f"run {run_id} has no committed checkpoint yet")
     if step is not None and step not in committed:

@@ -176,13 +176,12 @@ def fleet_table(members: Iterable[FleetMember]) -> Table:
 
 def checkpoint_table(run_id: str, checkpoints: Iterable[Checkpoint]) -> Table:
     table = Table(title=f"checkpoints of {run_id}", title_justify="left")
-    for column in ("step", "generation", "state", "final", "committed", "folder"):
+    for column in ("step", "generation", "final", "committed", "folder"):
         table.add_column(column, justify="right" if column in ("step", "generation") else "left", overflow="fold")
     for c in checkpoints:
         table.add_row(
             f"{c.step:,}",
             str(c.generation),
-            c.state,
             "yes" if c.final else "",
             ago(c.committed_at_unix_ms / 1000),
             c.uri,

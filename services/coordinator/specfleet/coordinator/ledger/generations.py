@@ -66,7 +66,7 @@ def open_generation(conn: Connection, facts: RunFacts, launch_id: str, now_ms: i
         return Opened(known.generation, known.checkpoint_uri, known.checkpoint_digest, known.restored_step)
     newest = conn.execute(
         select(checkpoints)
-        .where(checkpoints.c.run == facts.run, checkpoints.c.state == "COMMITTED")
+        .where(checkpoints.c.run == facts.run)
         .order_by(checkpoints.c.step.desc(), checkpoints.c.generation.desc())
         .limit(1)
     ).first()

@@ -321,7 +321,6 @@ checkpoints = Table(
     _text("uri"),
     _text("digest"),
     _int("final"),
-    _text("state", "COMMITTED"),
     _int("committed_ms"),
 )
 

@@ -250,7 +250,6 @@ def _training() -> None:
         _text("uri"),
         _text("digest"),
         _int("final"),
-        _text("state", "COMMITTED"),
         _int("committed_ms"),
     )
     op.create_table(
