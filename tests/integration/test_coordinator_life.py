@@ -289,6 +289,17 @@ async def test_credits_bound_the_pool(
     assert refused.value.code == "SF-FLOW-WINDOW-TOO-LARGE"
 
 
+async def test_marks_below_one_window_are_refused_before_a_pool_is_known(
+    coordinator: Coordinator, fleet: Fleet, tmp_path: Path
+) -> None:
+    prompts = write_prompt_set(tmp_path / "prompts", 8)
+    assert coordinator.hub.pools == {}
+    with pytest.raises(ConfigError, match=r"high marks \d+ samples and 100 bytes; no pool has reported") as refused:
+        await fleet.submit("starving", config_yaml(tmp_path / "runs", prompts, flow={"high_bytes": 100}), prompts)
+    assert refused.value.code == "SF-FLOW-WINDOW-TOO-LARGE"
+    await fleet.submit("free", config_yaml(tmp_path / "runs", prompts), prompts)
+
+
 async def test_an_impostor_is_quarantined(fleet: Fleet, tmp_path: Path) -> None:
     prompts = write_prompt_set(tmp_path / "prompts", 8)
     wrong = records_pb2.CaptureContract()

@@ -78,13 +78,18 @@ def test_the_level_comes_from_the_environment(run: Run) -> None:
         ("raise HostError('SF-HOST-X', 'no')", 3),
         ("raise GateError('SF-GATE-X', 'no')", 4),
         ("raise ValueError('no')", 1),
+        ("own_folder(Path(__file__) / 'data')", 3),
     ],
 )
 def test_exit_codes(run: Run, main: str, code: int) -> None:
     result = run(f"async def main():\n    {main}\nrun_service(main())\n")
     assert result.returncode == code
     found = lines(result)
-    if "raise" not in main:
+    if "own_folder" in main:
+        (line,) = found
+        assert (line["code"], "exception" in line) == ("SF-HOST-DATA-DIR", False)
+        assert "service.py/data" in str(line["event"])
+    elif "raise" not in main:
         assert found == []
     elif "SF-" in main:
         # One line, without a traceback: the error says everything.

@@ -44,14 +44,15 @@ def check_window_fits(
     """Raises ConfigError SF-FLOW-WINDOW-TOO-LARGE, with every number, when the largest window exceeds a low mark.
 
     The low mark decides, not the high one: dispatch that stopped at the high mark resumes below the low mark, so a window
-    between the two would never be completed.
+    between the two would never be completed. store: the pool's name, or "" while none is known.
     """
     if window_samples > marks.low_samples or window_bytes > marks.low_bytes:
+        pool = f"pool {store!r} holds {capacity_bytes} bytes" if store else "no pool has reported its size yet"
         raise ConfigError(
             "SF-FLOW-WINDOW-TOO-LARGE",
             f"one window does not fit: {window_samples} samples and at most {window_bytes} bytes "
             f"({bytes_per_token} bytes per token), but the low marks are {marks.low_samples} samples and {marks.low_bytes} bytes "
-            f"(high marks {marks.high_samples} samples and {marks.high_bytes} bytes; pool {store!r} holds {capacity_bytes} bytes). "
+            f"(high marks {marks.high_samples} samples and {marks.high_bytes} bytes; {pool}). "
             "Training would wait for ever. Use a larger pool, a smaller flow.global_batch, a smaller data.max_length, or "
             "higher flow.low_* and flow.high_* marks",
         )

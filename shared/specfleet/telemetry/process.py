@@ -6,13 +6,15 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
 import uvloop
 
-from specfleet.contracts.errors import EXIT_FAILED, EXIT_OK, SpecfleetError
+from specfleet.contracts.errors import EXIT_FAILED, EXIT_OK, HostError, SpecfleetError
 
 log = structlog.get_logger()
 
@@ -79,6 +81,19 @@ def run_service(main: Coroutine[Any, Any, int | None]) -> NoReturn:
         log.exception("the service failed unexpectedly", exit_code=EXIT_FAILED)
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_OK if code is None else code)
+
+
+def own_folder(path: Path) -> Path:
+    """Makes the folder in which a service keeps its files. Raises HostError SF-HOST-DATA-DIR when it cannot write there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise HostError(
+            "SF-HOST-DATA-DIR",
+            f"--data-dir {path} cannot be written by user {os.getuid()}: {error}. Choose another folder, or change its owner",
+        ) from error
+    return path
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:

@@ -33,6 +33,7 @@ def capture(
     memory_fraction: float = typer.Option(
         0.0, envvar="SPECFLEET_MEMORY_FRACTION", help="Share of GPU memory for the SGLang server; 0: its own choice."
     ),
+    insecure: bool = typer.Option(False, envvar="SPECFLEET_INSECURE", help="Let --metrics listen beyond loopback."),
 ) -> None:
     # OpenMP threads that spin at barriers slow everything down when a trainer shares the cores; read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -53,7 +54,7 @@ def capture(
         tensor_parallel=tp,
         memory_fraction=memory_fraction,
     )
-    run_service(serve(Settings(coordinator, nats, store, metrics, worker_id, options)))
+    run_service(serve(Settings(coordinator, nats, store, metrics, worker_id, options, insecure)))
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ class Settings:
     metrics: str
     worker_id: str
     engine: EngineOptions
+    insecure: bool = False
 
 
 async def serve(settings: Settings) -> None:
@@ -57,7 +58,7 @@ async def serve(settings: Settings) -> None:
         engine_name=settings.engine.engine,
         bound_target=await asyncio.to_thread(pinned_target, settings.engine.target) if settings.engine.target else "",
     )
-    telemetry = TelemetryServer(settings.metrics, worker.ready)
+    telemetry = TelemetryServer(settings.metrics, worker.ready, insecure=settings.insecure)
     try:
         port = await telemetry.start()
         log.info("capture worker starts", worker=control.worker_id, metrics_port=port, engine=settings.engine.engine)

@@ -23,7 +23,7 @@ from specfleet.coordinator.loops.runs import Runs, observe
 from specfleet.coordinator.loops.samples import SampleIngest
 from specfleet.rpc.server import RpcServer
 from specfleet.telemetry.http import TelemetryServer
-from specfleet.telemetry.process import stop_event
+from specfleet.telemetry.process import own_folder, stop_event
 from specfleet.wire.capture_pb2_grpc import add_CaptureControlServicer_to_server
 from specfleet.wire.run_pb2_grpc import add_RunServiceServicer_to_server
 from specfleet.wire.trainer_pb2_grpc import add_TrainerControlServicer_to_server
@@ -49,8 +49,8 @@ class Coordinator:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        options.data_dir.mkdir(parents=True, exist_ok=True)
-        url = options.ledger or f"sqlite:///{options.data_dir.resolve() / 'ledger.db'}"
+        folder = own_folder(options.data_dir)
+        url = options.ledger or f"sqlite:///{folder.resolve() / 'ledger.db'}"
         self._ledger = Ledger(url)
         self._bus = open_bus(options.nats)
         self.hub = Hub(self._ledger, self._bus)

@@ -15,7 +15,7 @@ from specfleet.rpc.client import call, connect
 from specfleet.rpc.server import RpcServer
 from specfleet.telemetry import logs
 from specfleet.telemetry.http import TelemetryServer
-from specfleet.telemetry.process import stop_event
+from specfleet.telemetry.process import own_folder, stop_event
 from specfleet.wire.gate_pb2 import GateStatus, StartGateRequest
 from specfleet.wire.gate_pb2_grpc import add_GateServiceServicer_to_server
 from specfleet.wire.run_pb2 import RecordGateReportRequest
@@ -81,7 +81,7 @@ async def serve(options: Options) -> None:
     stop = stop_event()
     recorder = Recorder(options.coordinator)
     jobs = Jobs(
-        options.data_dir.resolve() / "jobs",
+        own_folder(options.data_dir).resolve() / "jobs",
         options.device,
         recorder.record,
         options.sglang_python,

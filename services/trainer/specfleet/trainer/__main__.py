@@ -13,6 +13,7 @@ def agent(
     agent_id: str = typer.Option("", envvar="SPECFLEET_AGENT_ID", help="Stable name; default: the host's."),
     slots: int = typer.Option(0, min=0, envvar="SPECFLEET_SLOTS", help="Ranks this node runs; 0: GPUs, or 1."),
     device: str = typer.Option("auto", envvar="SPECFLEET_DEVICE", help="auto, cpu or cuda."),
+    insecure: bool = typer.Option(False, envvar="SPECFLEET_INSECURE", help="Let --metrics listen beyond loopback."),
 ) -> None:
     """Runs training ranks on this node as the coordinator asks."""
     # Ranks inherit it: a thread that waits for the next window must not spin on a core that capture needs.
@@ -21,7 +22,7 @@ def agent(
     from specfleet.telemetry.process import run_service
     from specfleet.trainer.agent import AgentOptions, serve
 
-    run_service(serve(AgentOptions(coordinator, nats, store, metrics, agent_id, slots, device)))
+    run_service(serve(AgentOptions(coordinator, nats, store, metrics, agent_id, slots, device, insecure)))
 
 
 def main() -> None:

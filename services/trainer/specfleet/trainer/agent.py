@@ -51,6 +51,7 @@ class AgentOptions:
     slots: int
     """Ranks this node can run; 0: the number of CUDA devices, or 1 on a CPU."""
     device: str
+    insecure: bool = False
 
 
 async def serve(options: AgentOptions) -> None:
@@ -77,7 +78,7 @@ class Agent:
     async def run(self) -> None:
         """Until SIGTERM; then ranks finish their step, write a checkpoint and detach, and the agent leaves."""
         stop = stop_event()
-        telemetry = TelemetryServer(self._options.metrics, self._ready)
+        telemetry = TelemetryServer(self._options.metrics, self._ready, insecure=self._options.insecure)
         port = await telemetry.start()
         log.info("agent started", agent=self._options.agent_id, metrics_port=port, pid=os.getpid())
         devices = await _cuda_devices(self._options.device)

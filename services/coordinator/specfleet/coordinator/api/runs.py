@@ -30,6 +30,8 @@ log = structlog.get_logger()
 
 MIN_WATCH_S = 0.1
 DEFAULT_WATCH_S = 1.0
+# Until a pool reports its size only configured marks can be too small.
+ANY_CAPACITY = 1 << 62
 
 
 class RunApi(RunServiceServicer):
@@ -86,17 +88,16 @@ class RunApi(RunServiceServicer):
     def _check_pools(self, config: RunConfig, request: pb.SubmitRunRequest, window_tokens: int) -> None:
         """Against the largest pool known now; a pool that reports later is checked before the first dispatch."""
         pool = max(self._hub.pools.values(), key=lambda found: found.capacity_bytes, default=None)
-        if pool is None:
-            return
+        capacity = pool.capacity_bytes if pool else ANY_CAPACITY
         per_token = bytes_per_token(request.contract)
         flow = config.flow
         marks = derive_marks(
             high_bytes=flow.high_bytes, low_bytes=flow.low_bytes, high_samples=flow.high_samples,
-            low_samples=flow.low_samples, capacity_bytes=pool.capacity_bytes,
+            low_samples=flow.low_samples, capacity_bytes=capacity,
         )  # fmt: skip
         check_window_fits(
-            marks, capacity_bytes=pool.capacity_bytes, window_samples=config.global_batch,
-            window_bytes=window_tokens * per_token, bytes_per_token=per_token, store=pool.name,
+            marks, capacity_bytes=capacity, window_samples=config.global_batch,
+            window_bytes=window_tokens * per_token, bytes_per_token=per_token, store=pool.name if pool else "",
         )  # fmt: skip
 
     # -- look -----------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class RunApi(RunServiceServicer):
             checkpoints=[
                 pb.Checkpoint(
                     run_id=request.run_id, step=row.step, generation=row.generation, uri=row.uri, digest=row.digest,
-                    committed_at_unix_ms=row.committed_ms, final=bool(row.final), state=row.state,
+                    committed_at_unix_ms=row.committed_ms, final=bool(row.final),
                 )
                 for row in rows
             ]
