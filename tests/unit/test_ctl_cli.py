@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from specfleet.contracts.errors import HostError
+from specfleet.ctl.client import find_address
+from specfleet.ctl.state import DEMO_STATE_DIR, StackLock, StackState, write_state
+
 CONFIG = "model: {target: /nowhere/target}\ndata: {train: [conversations.jsonl]}\n"
 
 
@@ -95,6 +99,22 @@ def test_without_a_stack_the_message_says_what_to_do(tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_demo_that_alone_runs_here_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, address in ((DEMO_STATE_DIR, "demo:1"), (Path(".specfleet"), "own:1")):
+        folder.mkdir(parents=True)
+        write_state(folder, StackState(addresses={"coordinator": address}))
+    demo, own = StackLock(DEMO_STATE_DIR), StackLock(Path(".specfleet"))
+    assert demo.acquire()
+    assert find_address("coordinator", "", None) == "demo:1"
+    with pytest.raises(HostError, match="no stack runs in elsewhere"):
+        find_address("coordinator", "", Path("elsewhere"))
+    assert own.acquire()
+    assert find_address("coordinator", "", None) == "own:1"
+    demo.release()
+    own.release()
+
+
 def test_an_unreachable_coordinator_is_one_line_and_exit_3(tmp_path: Path) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # bound and not listening: refuses connections, and nobody else gets it
@@ -125,10 +145,19 @@ def test_wrong_options_are_usage_errors(tmp_path: Path) -> None:
         done = specctl("up", *args, cwd=tmp_path)
         assert done.returncode == 2, args
         assert args[1] in done.stderr
+        assert "[SF-CTL-USAGE]" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
     done = specctl("up", "--store", "directory", "--port", "coffee=7000", cwd=tmp_path)
     assert done.returncode == 2
     assert "no port is named coffee; the names are nats" in done.stderr
-    assert specctl("frobnicate", cwd=tmp_path).returncode == 2
+    unknown = specctl("frobnicate", "--json", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert unknown.stderr == "specctl: [SF-CTL-USAGE] No such command 'frobnicate'. Try specctl --help\n"
+    assert json.loads(unknown.stdout)["error"]["code"] == "SF-CTL-USAGE"
+    assert specctl("run", "show", cwd=tmp_path).stderr.endswith("Try specctl run show --help\n")
+    group = specctl("run", cwd=tmp_path)
+    assert group.returncode == 2
+    assert "Commands:" in group.stderr
     # Before anything is asked of a stack, which does not run here.
     for args in (("--rule", "majority"), ("--serve", "tape"), ("--max-rows", "-2"), ("--eval", "a", "--eval-set", "b")):
         done = specctl("gate", "run", "x", *args, cwd=tmp_path)

@@ -84,7 +84,7 @@ def _weight_files(directory: Path, weights: Weights) -> list[str]:
 def _fetch(hub: HubName, files: list[str]) -> Path:
     """The snapshot of that revision, with the files that match."""
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()

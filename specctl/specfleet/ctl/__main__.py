@@ -3,8 +3,14 @@
 import json
 import os
 import sys
+from typing import Any, NoReturn
 
-from specfleet.contracts.errors import SpecfleetError
+import typer
+
+from specfleet.contracts.errors import ConfigError, SpecfleetError
+
+# typer brings a click of its own; this is its class of wrong command lines, wherever it lives.
+UsageError: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
@@ -12,17 +18,27 @@ def main() -> None:
     from specfleet.ctl.app import app
 
     try:
-        app(prog_name="specctl")
+        sys.exit(app(prog_name="specctl", standalone_mode=False))
     except SpecfleetError as error:
-        if "--json" in sys.argv:
-            document = {"code": error.code, "message": error.message, "exit_code": error.exit_code}
-            print(json.dumps({"error": document}, ensure_ascii=False))
-        print(f"specctl: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
+    except UsageError as error:
+        message = error.format_message()
+        if error.ctx is None or message == error.ctx.get_help():  # a group without a command
+            print(message, file=sys.stderr)
+            sys.exit(error.exit_code)
+        _end(ConfigError("SF-CTL-USAGE", f"{' '.join(message.split())} Try {error.ctx.command_path} --help"))
     except BrokenPipeError:
         # The reader (head, less) has gone; keep the interpreter from complaining while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _end(error: SpecfleetError) -> NoReturn:
+    if "--json" in sys.argv:
+        document = {"code": error.code, "message": error.message, "exit_code": error.exit_code}
+        print(json.dumps({"error": document}, ensure_ascii=False))
+    print(f"specctl: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import grpc
 
 from specfleet.contracts.errors import HostError
 from specfleet.contracts.states import TERMINAL_RUN_STATES
-from specfleet.ctl.state import default_state_dir, is_running, read_state
+from specfleet.ctl.state import is_running, read_state, running_state_dir
 from specfleet.rpc.client import call_sync, connect_sync
 from specfleet.rpc.errors import from_rpc
 from specfleet.wire.gate_pb2_grpc import GateServiceStub
@@ -27,7 +27,7 @@ def find_address(service: str, given: str, state_dir: Path | None) -> str:
     """An address given by flag or environment, else the running embedded stack's. Raises HostError SF-CTL-NO-ADDRESS."""
     if given:
         return given
-    folder = state_dir or default_state_dir()
+    folder = running_state_dir(state_dir)
     state = read_state(folder) if is_running(folder) else None
     if state is None or service not in state.addresses:
         raise HostError(

@@ -15,11 +15,20 @@ from typing import IO, Any
 from specfleet.contracts.errors import HostError
 
 FORMAT = 1
+DEMO_STATE_DIR = Path("runs/demo/stack")
 
 
 def default_state_dir() -> Path:
     """$SPECFLEET_STATE, or .specfleet in the current folder."""
     return Path(os.environ.get("SPECFLEET_STATE") or ".specfleet")
+
+
+def running_state_dir(given: Path | None) -> Path:
+    """Where a command that asks looks: the given folder, else the default one, or that of a demo which alone runs here."""
+    folder = given or default_state_dir()
+    if given is None and not is_running(folder) and is_running(DEMO_STATE_DIR):
+        return DEMO_STATE_DIR
+    return folder
 
 
 @dataclass

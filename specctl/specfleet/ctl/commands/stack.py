@@ -1,7 +1,6 @@
 """specctl up, down, status: the embedded stack on one machine."""
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -120,11 +119,11 @@ def status(state_dir: StateDir = None, coordinator: CoordinatorAddress = "", as_
     from specfleet.contracts.errors import HostError
     from specfleet.ctl.client import Client, find_address
     from specfleet.ctl.output import emit, to_dict
-    from specfleet.ctl.state import default_state_dir, is_running, read_state
+    from specfleet.ctl.state import is_running, read_state, running_state_dir
     from specfleet.ctl.views import probe_stack, run_table, stack_document, stack_table
     from specfleet.wire.run_pb2 import ListRunsRequest
 
-    folder: Path = state_dir or default_state_dir()
+    folder = running_state_dir(state_dir)
     state = read_state(folder) if is_running(folder) else None
     serving = probe_stack(state) if state is not None else {}
     address = find_address("coordinator", coordinator, folder)
