@@ -2,11 +2,11 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Of bench-strategies: a conversation file (default: the one that ships with specfleet), and further flags.
+# Of bench-strategies and bench-serving: a conversation file (default: the one that ships with specfleet), and further flags.
 DATA ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup sglang demo test lint proto bench bench-strategies clean
+.PHONY: help setup sglang demo test lint proto bench bench-strategies bench-serving clean
 help:
 	@echo "make demo    train a real draft for a real target on this machine and prove it in decoding (about 10 minutes)"
 	@echo "make test    unit, integration and chaos tests against real services"
@@ -16,6 +16,8 @@ help:
 	@echo "make bench   the benchmarks that run without a GPU"
 	@echo "make bench-strategies DATA=conversations.jsonl.gz"
 	@echo "             trains every strategy and compares acceptance lengths: minutes on a GPU (benchmarks/README.md)"
+	@echo "make bench-serving DATA=conversations.jsonl.gz"
+	@echo "             drafts from capture to real SGLang serving: tokens/s and acceptance length, on a GPU"
 	@echo "make clean   remove .venv, .venv-sglang, caches and run directories"
 
 # The stamps depend on pyproject.toml: a changed dependency is installed on the next call.
@@ -56,6 +58,9 @@ bench: .venv/.dev.stamp
 
 bench-strategies: .venv/.local.stamp
 	$(PY) -m benchmarks.strategies $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)
+
+bench-serving: .venv/.local.stamp
+	$(PY) -m benchmarks.serving $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
