@@ -3,6 +3,7 @@
 torch is imported by the functions that touch tensors, so that `specctl` may import the store's modules without it.
 """
 
+import functools
 import math
 import threading
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 
+@functools.cache
 def dtype_name(dtype: "torch.dtype") -> str:
     """`bfloat16` for torch.bfloat16: the form used in specs and contracts."""
     return str(dtype).removeprefix("torch.")
@@ -47,7 +49,8 @@ def byte_view(name: str, tensor: "torch.Tensor") -> Bytes:
             f"feature {name!r} must be a contiguous CPU tensor with at least one element; got shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride())}, device {tensor.device}",
         )
-    view: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    view: Bytes = (flat.detach() if flat.requires_grad else flat).numpy()
     return view
 
 

@@ -31,6 +31,7 @@ class Write:
 
     def __init__(self, store: str, sample: Sample) -> None:
         self.objects: list[_Object] = []
+        self.keys: list[str] = []
         self.error: StoreError | None = None
         attempt, tensors = sample
         try:
@@ -38,12 +39,9 @@ class Write:
                 _Object(spec, data, tensor.data_ptr())
                 for (spec, data), tensor in zip(plan_specs(store, attempt, tensors), tensors.values(), strict=True)
             ]
+            self.keys = [item.spec.key for item in self.objects]
         except StoreError as error:
             self.error = error
-
-    @property
-    def keys(self) -> list[str]:
-        return [item.spec.key for item in self.objects]
 
     @property
     def outcome(self) -> list[FeatureSpec] | StoreError:
@@ -63,8 +61,7 @@ class Batch:
         stored = self._exist()
         taken: set[str] = set()
         for write in self._writes:
-            for item in write.objects:
-                key = item.spec.key
+            for key, item in zip(write.keys, write.objects, strict=True):
                 if stored[key] or key in taken:
                     write.error = StoreError("SF-STORE-KEY-EXISTS", f"{key} is already stored; keys are written once")
                     break
@@ -82,8 +79,9 @@ class Batch:
         while the one before is under way.
         """
         objects = [item for write in self._writes for item in write.objects]
-        lent = [item for item in objects if self._lent(item)]
-        copied = [item for item in objects if not self._lent(item)]
+        lent, copied = [], []
+        for item in objects:
+            (lent if self._lent(item) else copied).append(item)
         groups = [lent] if lent else []
         for positions in groups_of([item.data.nbytes for item in copied], self._connection):
             groups.append([copied[position] for position in positions])

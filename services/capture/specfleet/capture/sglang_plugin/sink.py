@@ -116,13 +116,14 @@ class Sink:
         places, size = {}, 0
         for feature, (dtype, elements) in wanted.items():
             num_bytes = tokens * elements * _DTYPES[dtype].itemsize
-            places[feature] = (size, num_bytes, _DTYPES[dtype], (tokens,) if elements == 1 else (tokens, elements))
+            places[feature] = (size, size + num_bytes)
             size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         memory = self._copier.locked(self.store.empty([size], torch.uint8))
-        tensors = {
-            feature: memory[first : first + num_bytes].view(dtype).view(shape)
-            for feature, (first, num_bytes, dtype, shape) in places.items()
-        }
+        tensors = {}
+        for feature, (dtype, elements) in wanted.items():
+            first, end = places[feature]
+            tensor = memory[first:end].view(_DTYPES[dtype])
+            tensors[feature] = tensor if elements == 1 else tensor.view(tokens, elements)
         if "input_ids" in tensors:
             tensors["input_ids"].numpy()[:] = input_ids
         if "loss_mask" in tensors:
