@@ -23,7 +23,7 @@ The server writes every feature itself, input_ids and loss_mask too, in feature-
 
     {"ok": true, "sample": …, "store": POOL, "num_tokens": T, "layers": […], "engine": "sglang 0.5.14", "plugin": "specfleet 0.1.0",
      "features": {NAME: {"key", "dtype", "shape", "bytes", "checksum"}},
-     "seconds": {"copy", "wait", "hash", "put"}}     # device to host · queue and full pool · checksum · store, of this sample
+     "seconds": {"copy", "wait", "hash", "put"}}     # device to host · queue and full pool · checksum · store: its share
     {"ok": false, "sample": …, "code": "SF-…", "message": …, "kind": "sample" | "infra"}
 
 "sample" failures are the prompt's fault and cost its budget (SF-CAPTURE-…: token ids outside the vocabulary, a mask of another
