@@ -259,8 +259,7 @@ class Run:
             self.say(f"profile of {name} prefill, prompts of {length}")
             profiling.start(self.profile)
             await self.load(pair, clients, captured, int(length), window_s=PROFILE_S)
-            profiling.stop(self.profile)
-            await asyncio.sleep(1.0)  # the processes write what they saw, without being asked
+            await profiling.stop(self.profile)
             profiles[name] = profiling.read(self.profile, processes(pair.of(captured)))
             print(f"{name} prefill, prompts of {length}{profiling.render(profiles[name])}\n", flush=True)
             self.write(profile={"prompt_tokens": int(length), **profiles})

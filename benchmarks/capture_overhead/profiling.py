@@ -1,5 +1,6 @@
 """Where the threads of a server spend their time: asks its processes (profiler/sitecustomize.py) and prints what they say."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 # What a thread must have done to be worth printing, unless it is ours.
 BUSY_CORES, OURS = 0.05, "specfleet"
 LINES = 10
+WRITTEN_S = 20.0
 
 
 def start(folder: Path) -> None:
@@ -16,9 +18,12 @@ def start(folder: Path) -> None:
     (folder / "on").touch()
 
 
-def stop(folder: Path) -> None:
-    """The processes notice by themselves and write within moments."""
+async def stop(folder: Path) -> None:
+    """Returns when all processes have written what they saw."""
     (folder / "on").unlink(missing_ok=True)
+    async with asyncio.timeout(WRITTEN_S):
+        while any(folder.glob("*.partial")):  # noqa: ASYNC110  other processes: nothing to wait on
+            await asyncio.sleep(0.02)
 
 
 def read(folder: Path, processes: Mapping[int, str]) -> list[dict[str, Any]]:

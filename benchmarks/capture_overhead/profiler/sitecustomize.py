@@ -1,8 +1,9 @@
 """Put on a server's PYTHONPATH by the benchmark: each of its Python processes can be asked where its threads spend their time.
 
-While FOLDER/on exists, all threads are sampled; when it is gone, FOLDER/PID.json says what was seen. Until then one thread
-wakes twice a second. It samples with Python's global lock in its hand: a thread that computes without it shows the call it
-made, and `lock_wait_ms`, by which its own wake-ups are late, says how long one waits for that lock.
+While FOLDER/on exists, all threads are sampled (FOLDER/PID.json.partial is there meanwhile); when it is gone, FOLDER/PID.json
+says what was seen. Until then one thread wakes twice a second. It samples with Python's global lock in its hand: a thread that
+computes without it shows the call it made, and `lock_wait_ms`, by which its own wake-ups are late, says how long one waits for
+that lock.
 """
 
 import collections
@@ -82,10 +83,9 @@ def _watch(folder: str) -> None:
     while True:
         time.sleep(0.5)
         if os.path.exists(switch):
-            found = _sample(switch)
             path = os.path.join(folder, f"{os.getpid()}.json")
             with open(f"{path}.partial", "w", encoding="utf-8") as file:
-                json.dump(found, file)
+                json.dump(_sample(switch), file)
             os.replace(f"{path}.partial", path)
 
 
