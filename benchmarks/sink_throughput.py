@@ -35,7 +35,6 @@ from benchmarks.mooncake_pool import mooncake_pool
 from specfleet.capture.sglang_plugin.admission import Admission
 from specfleet.capture.sglang_plugin.copies import HostCopier, copier_for
 from specfleet.capture.sglang_plugin.request import CaptureRequest, Origin, parse
-from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
 from specfleet.store import writing
@@ -108,12 +107,18 @@ class Scheduler:
     """SGLang's, as far as the sink sees it."""
 
     def __init__(
-        self, sink: Sink, table: dict[str, tuple[str, int]], tokens: int, device: str, removals: Connection
+        self,
+        sink: Sink,
+        table: dict[str, tuple[str, int]],
+        tokens: int,
+        device: torch.device,
+        pending_bytes: int,
+        removals: Connection,
     ) -> None:
         self.spent_s = 0.0
         self.answers: list[dict[str, Any]] = []
         self._sink, self._table, self._tokens, self._removals = sink, table, tokens, removals
-        self._admission: Admission[tuple[str, CaptureRequest]] = Admission(Settings.pending_bytes)
+        self._admission: Admission[tuple[str, CaptureRequest]] = Admission(pending_bytes)
         self._under_way: dict[str, Capture] = {}
         self._ready: deque[tuple[str, CaptureRequest]] = deque()
         self._ids = array("q", range(tokens))
@@ -185,20 +190,19 @@ def remove_all(url: str, keys: Connection) -> None:
     store.close()
 
 
-def measure(
-    url: str, tokens: int, hidden: int, device: str, seconds: float, one_by_one: bool, work: Work | None
-) -> dict[str, Any]:
-    contract = CaptureContract(layers=LAYERS, final_state="post_norm", dtype="bfloat16", hidden_size=hidden)
+def measure(url: str, tokens: int, options: argparse.Namespace, one_by_one: bool, work: Work | None) -> dict[str, Any]:
+    device, pending_bytes = torch.device(options.device), options.pending_mib << 20
+    contract = CaptureContract(layers=LAYERS, final_state="post_norm", dtype="bfloat16", hidden_size=options.hidden)
     table = feature_table(contract)
     store = open_store(url)
     counting = Counting(store, one_by_one)
     store.put_many = counting.put_many  # type: ignore[method-assign]
     hashing, copying = Apart(), Apart()
-    copier = copier_for(torch.device(device))
+    copier = copier_for(device)
     if isinstance(copier, HostCopier):
         copier.start = copying.timed(copier.start)  # type: ignore[method-assign]
     sink = Sink(store, table, Origin("bench", LAYERS, "none", "none"), copier, store_full_s=60.0)
-    sink.reserve(Settings.pending_bytes)
+    sink.reserve(pending_bytes)
     ours, theirs = multiprocessing.Pipe()
     remover = multiprocessing.get_context("spawn").Process(target=remove_all, args=(url, theirs))
     remover.start()
@@ -208,13 +212,13 @@ def measure(
     assert writer is not None
     clock = time.pthread_getcpuclockid(writer)
     try:
-        scheduler = Scheduler(sink, table, tokens, device, ours)
-        scheduler.run(seconds / 4, None)
+        scheduler = Scheduler(sink, table, tokens, device, pending_bytes, ours)
+        scheduler.run(options.seconds / 4, None)
         scheduler.spent_s, scheduler.answers, counting.calls, counting.samples = 0.0, [], 0, 0
         copying.seconds = 0.0
         before = time.clock_gettime(clock)
         with mock.patch.object(writing, "checksum", hashing.timed(writing.checksum)):
-            wall_s = scheduler.run(seconds, work)
+            wall_s = scheduler.run(options.seconds, work)
         writer_s = time.clock_gettime(clock) - before
     finally:
         sink.close()
@@ -236,10 +240,9 @@ def measure(
 def compare(url: str, tokens: int, options: argparse.Namespace, work: Work) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": tokens}
     for name, one_by_one in (("batched", False), ("one_by_one", True)):
-        shape = (url, tokens, options.hidden, options.device, options.seconds, one_by_one)
-        result[name] = measure(*shape, None)
+        result[name] = measure(url, tokens, options, one_by_one, None)
         work.seconds.clear()
-        measure(*shape, work)
+        measure(url, tokens, options, one_by_one, work)
         result[name]["slowed"] = round(sum(work.seconds) / len(work.seconds) / BATCH_S, 3)
     return result
 
@@ -251,6 +254,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pool-gib", type=int, default=1)
+    parser.add_argument("--pending-mib", type=int, default=512, help="the plugin's pending_bytes")
     options = parser.parse_args()
     work = Work.lasting(BATCH_S)
     with mooncake_pool("bench", options.pool_gib << 30) as url:

@@ -79,7 +79,8 @@ class Batch:
         while the one before is under way.
         """
         objects = [item for write in self._writes for item in write.objects]
-        lent, copied = [], []
+        lent: list[_Object] = []
+        copied: list[_Object] = []
         for item in objects:
             (lent if self._lent(item) else copied).append(item)
         groups = [lent] if lent else []

@@ -3,7 +3,7 @@
 The server is told what to capture by the environment variable SPECFLEET_CAPTURE, a JSON object (settings.py):
 
     {"store": "mooncake://HOST:PORT/POOL?client=HOST:PORT", "layers": [2, 8, 13], "final_state": "post_norm",
-     "extras": ["teacher_argmax"], "dtype": "bfloat16", "pending_bytes": 536870912, "store_full_s": 60}
+     "extras": ["teacher_argmax"], "dtype": "bfloat16", "pending_bytes": 2147483648, "store_full_s": 60}
 
 Without it the plugin does nothing. With it, a server that cannot capture never listens: it prints one line on stderr,
 "specfleet: [SF-…] …", and ends. An unknown version of SGLang, a hooked function that is not the tested one and settings that

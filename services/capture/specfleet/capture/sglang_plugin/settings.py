@@ -21,8 +21,10 @@ class Settings:
     extras: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     """Of captured features; the server computes in its own."""
-    pending_bytes: int = 512 << 20
-    """Captured and not yet published. What does not fit waits outside SGLang's queue."""
+    # Five batches of 8192 tokens at 50 KiB each: one that runs, one launched behind it, those on their way to the store and
+    # those whose answers the scheduler sends when it comes round again. With less, the device waits.
+    pending_bytes: int = 2 << 30
+    """Admitted and not yet published. What does not fit waits outside SGLang's queue."""
     store_full_s: float = 60.0
     """How long a full pool is waited for."""
 
@@ -47,8 +49,8 @@ class Settings:
 
     def _check(self) -> None:
         layers = self.layers
-        if not isinstance(layers, tuple) or not all(type(layer) is int and layer >= 0 for layer in layers):
-            raise _bad(f"layers is a list of layer numbers, got {layers!r}")
+        if not isinstance(layers, tuple) or not layers or not all(type(k) is int and k >= 0 for k in layers):
+            raise _bad(f"layers is a list of at least one layer number, got {layers!r}")
         if list(layers) != sorted(set(layers)):
             raise _bad(f"layers must ascend without repetition, got {list(layers)}")
         if self.dtype not in _FEATURE_DTYPES:
