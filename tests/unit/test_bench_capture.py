@@ -132,7 +132,7 @@ async def test_profiler_names_the_busy_thread_and_its_function(tmp_path: Path) -
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.3)  # some samples
     await profiling.stop(tmp_path)
-    await process.communicate()
+    await process.communicate(b"")
     (told,) = profiling.read(tmp_path, {process.pid: "scheduler", 1: "no Python"})
     assert told["process"] == "scheduler"
     assert json.loads(path.read_text())["samples"] == told["samples"] > 0
