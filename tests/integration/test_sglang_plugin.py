@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -281,6 +282,46 @@ def test_whole_prompts_in_bfloat16_without_overlap(qwen3: Path, tmp_path: Path) 
         url = f"file://{tmp_path}/pool"
         async with plugin_server(qwen3, url, tmp_path / "log", flags, dtype="bfloat16") as running:
             await assert_exact(running, seed=3000)
+
+    asyncio.run(run())
+
+
+def test_two_tensor_parallel_ranks_write_once(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hold the states, and a key can be written once: if both wrote, some attempt would end with SF-STORE-KEY-EXISTS."""
+    # SGLang wants to know the cores of every rank where there are more ranks than NUMA nodes.
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+
+    async def run() -> None:
+        url, flags = f"file://{tmp_path}/pool", ("--tp-size", "2", "--chunked-prefill-size", "64")
+        extras = ("teacher_argmax", "teacher_lse")
+        async with plugin_server(qwen3, url, tmp_path / "log", flags, extras=extras) as running:
+            assert (await running.client.facts()).tensor_parallel == 2
+            await assert_exact(running, seed=5000)
+
+    asyncio.run(run())
+
+
+def test_a_final_state_that_the_head_sees_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """muP: the state is divided before the head; features hold it as it was, the teacher's are of the head's own logits."""
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "fixtures.sglang_models")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    llama = make_tiny_target(tmp_path / "llama", tie_word_embeddings=False)
+    scaled = shutil.copytree(llama, tmp_path / "scaled")
+    config = json.loads((llama / "config.json").read_text())
+    (scaled / "config.json").write_text(json.dumps({**config, "architectures": ["ScaledLlamaForCausalLM"]}))
+
+    async def run() -> None:
+        url, extras = f"file://{tmp_path}/pool", ("teacher_lse",)
+        async with plugin_server(scaled, url, tmp_path / "log", (), extras=extras) as running:
+            task = running.task(prompt(7, 40))
+            found = running.tensors(task, await running.capture(task))
+            expected = running.expected(list(task.input_ids))
+            for name in ("aux_states", "final_state"):
+                torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
+            logits_TV = expected["final_state"] @ running.reference.head_VH.T / 4
+            torch.testing.assert_close(found["teacher_lse"], logits_TV.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
     asyncio.run(run())
 

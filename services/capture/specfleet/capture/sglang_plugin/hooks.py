@@ -99,8 +99,7 @@ class Hooks:
         self._vocab_size = config.vocab_size
         # What the head sees is divided by this in MiniCPM's models; features hold the state before that, once normed.
         self._state_scale = float(getattr(model, "scale_width", 1.0))
-        if settings.layers:
-            capture_layers(model, settings.layers, config.num_hidden_layers)
+        capture_layers(model, settings.layers, config.num_hidden_layers)
         self._table = feature_table(contract)
         store = open_store(settings.store)
         origin = Origin(store.name, settings.layers, _release("sglang"), _release("specfleet"))
@@ -224,16 +223,15 @@ class Hooks:
         aux: torch.Tensor | Sequence[torch.Tensor] | None,
     ) -> None:
         batch.taken = True
-        asked, handed_out = len(self._settings.layers), 0
-        states: dict[str, torch.Tensor] = {}
-        if aux is not None and len(aux):
-            aux_NKH = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
-            handed_out = aux_NKH.shape[-1] // final_NH.shape[-1]
-            states["aux_states"] = aux_NKH.to(self._dtype)
+        if aux is None or not len(aux):
+            raise HostError("SF-SGLANG-LAYERS", "the model handed out states of no layer")
+        aux_NKH = aux if isinstance(aux, torch.Tensor) else torch.cat(list(aux), dim=-1)
+        asked, handed_out = len(self._settings.layers), aux_NKH.shape[-1] // final_NH.shape[-1]
         if handed_out != asked:
             raise HostError(
                 "SF-SGLANG-LAYERS", f"the model handed out states of {handed_out} layers instead of {asked}"
             )
+        states = {"aux_states": aux_NKH.to(self._dtype)}
         states["final_state"] = (final_NH * self._state_scale if self._state_scale != 1.0 else final_NH).to(self._dtype)
         states[FINITE] = finite_rows(list(states.values()))
         if self._settings.extras:
