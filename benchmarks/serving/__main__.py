@@ -4,9 +4,9 @@
     python -m benchmarks.serving --tiny --samples 24 … (a CPU, in miniature: README.md)
 
 An embedded stack captures every training row once through a real SGLang server, trains one draft per case (recipe and settings
-of strategies/cases.py) from that feature set, exports them and estimates acceptance on held-out answers. Then real SGLang
-servers, one plain and one with each draft, answer held-out prompts greedily, one server at a time; the reference decoder judges
-the text.
+of strategies/cases.py) from that feature set, and exports them. Then real SGLang servers, one plain and one with each draft,
+answer held-out prompts greedily, one server at a time. The reference decoder judges their text, and the gate estimates acceptance
+on the target's own answers.
 
 Results are written after every phase; --resume goes on after the last one that ended under equal settings.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.host import ROOT, host
 from benchmarks.serving.measure import measure, server_options, start, stop
 from benchmarks.serving.product import MEMORY_FRACTION, Job, Product, environment, run_id
-from benchmarks.serving.reference import judge, serving_of
+from benchmarks.serving.reference import estimate, judge, serving_of
 from benchmarks.serving.results import FILE, Results, write
 from benchmarks.serving.table import PLAIN, render
 from benchmarks.serving.tiny import tiny_target
@@ -34,9 +34,9 @@ from specfleet.data.prepare import PrepareOptions, prepare_prompt_set
 from specfleet.drafts.export import load_export
 from specfleet.gate.rows import select_rows
 from specfleet.gate.serving import serving_depth, serving_dtype
-from specfleet.sglang.interpreter import find_python
+from specfleet.sglang.interpreter import find_python, sglang_version
 from specfleet.sglang.launch import Server
-from specfleet.sglang.speculation import ALGORITHMS, speculating
+from specfleet.sglang.speculation import ALGORITHMS, speculating, why_not_served
 from specfleet.trainer.device import pick_device
 
 # What a call without --resume begins anew. Prompt sets and the tiny target would only be made the same again.
@@ -73,10 +73,16 @@ def parse() -> argparse.Namespace:
     args = options.parse_args()
     args.concurrencies = sorted({1, *(int(count) for count in args.concurrency.split(","))})
     args.names = [name for name in args.only.split(",") if name]
+    try:
+        version, device = sglang_version(find_python()), pick_device(args.device, 0).type
+    except HostError as error:
+        options.error(str(error))
     for name in args.names:
         case = name.split(":")[0]
-        if case not in CASES or not case.startswith(tuple(ALGORITHMS)):
-            options.error(f"--only {name}: SGLang serves the cases of {' and '.join(ALGORITHMS)}")
+        kind = next((kind for kind in ALGORITHMS if case.startswith(kind)), case)
+        reason = why_not_served(kind, "sglang", version, device) if case in CASES else "no such case"
+        if reason:
+            options.error(f"--only {name}: {reason}")
     return args
 
 
@@ -115,9 +121,9 @@ class Bench:
         return Results(self.work, out, facts, {"training": training, "serving": serving})
 
     def train(self) -> None:
-        """Capture, training, export and the offline estimate, on the product's own stack."""
+        """Capture, training and export, on the product's own stack."""
         result, job = self.result, self.job
-        if len(result["offline"]) == len(job.names):
+        if len(result["exports"]) == len(job.names):
             return
         environment(self.device.type, shlex.split(self.args.sglang_flags))
         with result.phase("stack up"):
@@ -129,13 +135,8 @@ class Bench:
             if not result["training"]:
                 with result.phase("training"):
                     result["training"] = product.train(job)
-            with result.phase("export and offline estimate"):
-                for name in job.names:
-                    export = product.export(name)
-                    result["exports"][run_id(name)] = str(export)
-                    result["offline"][run_id(name)] = product.judge(
-                        job, name, export, self.held_out, self.args.estimate_rows
-                    )
+            with result.phase("export"):
+                result["exports"] = {run_id(name): product.export(name) for name in job.names}
 
     def serve(self) -> None:
         result, names = self.result, (PLAIN, *map(run_id, self.job.names))
@@ -156,6 +157,10 @@ class Bench:
                     self.job.target, export, self.device.type, self.dtype, self._depth(name), self.args.new_tokens
                 )
                 result["reference"][name] = judge(self.rows, told, plain, serving)
+                result["offline"][name] = estimate(
+                    self.job.target, export, self.held_out.path, self._depth(name), self.args.estimate_rows,
+                    self.device.type, self.work / "gate" / name,
+                )  # fmt: skip
 
     async def _serve(self, missing: list[tuple[int, str]]) -> None:
         result = self.result
@@ -202,7 +207,7 @@ class Bench:
 
 
 TRAINED_WITH = ("only", "epochs", "batch_size", "samples", "response_tokens")
-SERVED_WITH = ("rows_per_source", "new_tokens", "sglang_flags", "graphs", "concurrency")
+SERVED_WITH = ("rows_per_source", "new_tokens", "sglang_flags", "graphs", "concurrency", "estimate_rows")
 
 
 def main() -> int:

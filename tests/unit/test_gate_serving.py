@@ -80,30 +80,43 @@ def test_how_a_draft_is_served() -> None:
     assert serving_dtype("bfloat16", "cuda") == "bfloat16"
 
 
-def test_what_the_engine_does_not_serve_is_not_passed(case: GateCase, tmp_path: Path) -> None:
+@pytest.fixture
+def nominal_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter whose SGLang is a name and a version."""
+    metadata = tmp_path / "site" / "sglang-0.5.14.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.14\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return sys.executable
+
+
+def test_what_the_engine_does_not_serve_is_not_passed(case: GateCase, tmp_path: Path, nominal_sglang: str) -> None:
     request = StartGateRequest(
         export_dir=str(exported(case, tmp_path / "export", "vllm")), target=str(case.target), eval_set_uri=str(case.eval_set),
         num_draft_tokens=3, max_rows_per_source=1, dtype="float32", output_dir=str(tmp_path / "gate"), serve_engine="sglang",
     )  # fmt: skip
-    # The interpreter is never started.
-    report = evaluate(request, "cpu", lambda *progress: None, sys.executable)
+    report = evaluate(request, "cpu", lambda *progress: None, nominal_sglang)
     (served,) = [check for check in report["checks"] if check["name"] == "served"]
     assert served["result"] == "SKIP"
-    assert "not served by SGLang 0.5.14" in served["detail"]
+    assert "[SF-SGLANG-SERVE] SGLang does not serve an export for vllm" in served["detail"]
     assert report["served"] == {"not_served": served["detail"]}
 
 
-def test_a_server_that_cannot_start_is_no_verdict(case: GateCase, tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_no_verdict(case: GateCase, tmp_path: Path, nominal_sglang: str) -> None:
     request = StartGateRequest(
         export_dir=str(exported(case, tmp_path / "export", "sglang")), target=str(case.target),
         eval_set_uri=str(case.eval_set), num_draft_tokens=3, max_rows_per_source=1, dtype="float32",
         output_dir=str(tmp_path / "gate"), serve_engine="sglang",
     )  # fmt: skip
     stages: list[str] = []
-    for python, code in (("/nowhere/python", "SF-SGLANG-PYTHON"), ("/bin/false", "SF-SGLANG-START")):
+    for python, code in (
+        ("/nowhere/python", "SF-SGLANG-PYTHON"),
+        ("/bin/false", "SF-SGLANG-MISSING"),
+        (nominal_sglang, "SF-SGLANG-START"),
+    ):
         with pytest.raises(HostError) as error:
             evaluate(request, "cpu", lambda stage, *_: stages.append(stage), python)
         assert error.value.code == code
-        if code == "SF-SGLANG-PYTHON":
-            assert stages == ["loading"], "a missing interpreter is told before the work"
+        if code != "SF-SGLANG-START":
+            assert set(stages) == {"loading"}, "what is missing is told before the work"
     assert not (tmp_path / "gate" / "report.json").exists()

@@ -83,8 +83,30 @@ def test_the_command_line_says_what_to_speculate_with() -> None:
     assert dict(pairwise(on_gpu.flags))["--speculative-num-draft-tokens"] == "16"
 
 
-@pytest.mark.parametrize("kind", ["dspark", "domino", "peagle"])
-def test_what_is_not_served_is_said(kind: str) -> None:
-    assert why_not_served(kind, "sglang") == f"{kind} drafts are not served by SGLang 0.5.14"
-    assert why_not_served("eagle3", "sglang") == ""
-    assert "--layout sglang" in why_not_served("dflash", "vllm")
+@pytest.mark.parametrize(
+    ("kind", "engine", "version", "device", "says"),
+    [
+        ("eagle3", "sglang", "0.5.14", "cpu", ""),
+        ("dflash", "sglang", "0.5.23", "cuda", ""),
+        ("dspark", "sglang", "0.5.17.post1", "cuda", ""),
+        ("domino", "sglang", "0.5.23", "cuda", ""),
+        ("peagle", "sglang", "0.5.23", "cuda", "no release of SGLang serves peagle"),
+        ("dflash", "vllm", "0.5.14", "cuda", "--layout sglang"),
+        ("dspark", "sglang", "0.5.14", "cuda", "SGLang 0.5.17 and later, this is 0.5.14"),
+        ("domino", "sglang", "0.5.17", "cuda", "SGLang 0.5.23 and later, this is 0.5.17"),
+        ("dspark", "sglang", "0.5.23", "cpu", "on a GPU only"),
+        ("eagle3", "sglang", "0.5.17", "cpu", "written for SGLang 0.5.14, this is 0.5.17"),
+    ],
+)
+def test_what_is_not_served_is_said(kind: str, engine: str, version: str, device: str, says: str) -> None:
+    reason = why_not_served(kind, engine, version, device)
+    assert says in reason
+    assert reason.startswith("[SF-SGLANG-SERVE] ") == bool(says)
+
+
+def test_the_algorithm_of_every_served_draft() -> None:
+    on_gpu = ServerOptions(Path("/target"), "cuda", "bfloat16")
+    for kind, algorithm in (("dspark", "DSPARK"), ("domino", "DFLASH")):
+        flags = dict(pairwise(speculating(on_gpu, kind, Path("/draft"), 7).flags))
+        assert flags["--speculative-algorithm"] == algorithm
+        assert flags["--speculative-num-draft-tokens"] == "8"

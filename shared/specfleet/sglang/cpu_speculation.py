@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from specfleet.contracts.errors import EXIT_ENVIRONMENT
-from specfleet.sglang import CPU_SPECULATION
-
-SERVED_VERSION = "0.5.14"
+from specfleet.sglang import CPU_SPECULATION, CPU_SPECULATION_RELEASE
 
 
 def activate() -> None:
@@ -28,10 +26,10 @@ def activate() -> None:
         return
     import sglang
 
-    if sglang.__version__ != SERVED_VERSION:
+    if sglang.__version__ != CPU_SPECULATION_RELEASE:
         print(
-            f"specfleet: [SF-SGLANG-VERSION] speculation on a CPU is written for SGLang {SERVED_VERSION}, this is "
-            f"{sglang.__version__}. Use a GPU, or install {SERVED_VERSION}",
+            f"specfleet: [SF-SGLANG-VERSION] speculation on a CPU is written for SGLang {CPU_SPECULATION_RELEASE}, this is "
+            f"{sglang.__version__}. Use a GPU, or install {CPU_SPECULATION_RELEASE}",
             file=sys.stderr,
             flush=True,
         )

@@ -18,8 +18,6 @@ from specfleet.telemetry.process import dies_with
 
 log = structlog.get_logger()
 
-# The newest release whose hooks and flags were tested.
-TESTED_VERSION = "0.5.14"
 # Loading large weights and compiling kernels take minutes; a server that hangs at start must still be noticed.
 READY_S = 900.0
 POLL_S = 0.1

@@ -19,7 +19,7 @@ from specfleet.gate.measure import measure, ngram_table, source_table
 from specfleet.gate.report import finish_report, write_report
 from specfleet.gate.rows import EvalRow, select_rows
 from specfleet.gate.serving import Serving, check_served, served_report, serving_depth, serving_dtype
-from specfleet.sglang.interpreter import find_python
+from specfleet.sglang.interpreter import find_python, sglang_version
 from specfleet.sglang.speculation import why_not_served
 from specfleet.target.facts import TargetFacts, read_target_facts
 from specfleet.target.hub import target_dir
@@ -44,6 +44,7 @@ def evaluate(
     rule = sampling_rule(request)
     # A missing engine is told before the long work, not after it.
     python = find_python(sglang_python) if request.serve_engine else ""
+    engine_version = sglang_version(python) if python else ""
     facts = read_target_facts(target_dir(request.target))
     prompts = PromptSet.open(request.eval_set_uri)
     rows = select_rows(prompts, request.max_rows_per_source)
@@ -102,7 +103,12 @@ def evaluate(
     report["lossless"] = lossless_report(decoded)
     checks.append(_lossless(report["lossless"]))
     if request.serve_engine:
-        report["served"] = _serve(request, rows, draft, facts, depth, device, python, sglang_flags, progress)
+        reason = why_not_served(draft.kind, export_engine(request.export_dir), engine_version, device)
+        report["served"] = (
+            {"not_served": reason}
+            if reason
+            else _serve(request, rows, draft, facts, depth, device, python, sglang_flags, progress)
+        )
         checks.append(check_served(report["served"]))
     return _close(report, checks, request, started)
 
@@ -152,8 +158,6 @@ def _serve(
     flags: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    if reason := why_not_served(draft.kind, export_engine(request.export_dir)):
-        return {"not_served": reason}
     serving = Serving(
         python=python,
         target_dir=facts.path,
