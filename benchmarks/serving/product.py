@@ -20,9 +20,7 @@ from specfleet.ctl.stack import UpOptions, start_detached, stop
 from specfleet.ctl.state import log_tail
 from specfleet.ctl.submission import build_submission
 from specfleet.ctl.topology import StoreKind
-from specfleet.data.prompt_set import PromptSet
 from specfleet.target.facts import build_contract, read_target_facts
-from specfleet.wire.gate_pb2 import StartGateRequest
 from specfleet.wire.run_pb2 import ListRunsRequest, RunSnapshot, SubmitRunRequest
 
 Say = Callable[[str], None]
@@ -158,24 +156,11 @@ class Product:
                 self._say("; ".join(map(_line, runs.values())))
         return ended
 
-    def export(self, name: str, *, untrained: bool = False) -> Path:
-        """`specctl export` of the run's last checkpoint."""
+    def export(self, name: str) -> str:
+        """`specctl export` of the run's last checkpoint: the directory."""
         with self._client("coordinator") as runs, self._client("gate") as gates:
             run = gatework.get_run(runs, run_id(name))
-            checkpoint = gatework.find_checkpoint(runs, run_id(name))
-            return Path(gatework.export_draft(gates, run, checkpoint, "sglang", untrained=untrained).output_dir)
-
-    def judge(self, job: Job, name: str, export: Path, held_out: PromptSet, rows: int) -> dict[str, Any]:
-        """`specctl gate run`: acceptance length on the target's own held-out answers by source. rows: of each; 0: all."""
-        request = StartGateRequest(
-            run_id=run_id(name), export_dir=str(export), target=str(job.target), eval_set_uri=str(held_out.path),
-            num_draft_tokens=job.config(name).gate.num_draft_tokens, max_rows_per_source=rows, dtype="bfloat16",
-            baseline_export_dir=str(self.export(name, untrained=True)), output_dir=str(self._work / "gate" / run_id(name)),
-        )  # fmt: skip
-        with self._client("gate") as gates:
-            status = gatework.run_gate(gates, request, lambda status: None)
-        report = gatework.report_of(status)
-        return {"verdict": report["verdict"], "acceptance_length": report["acceptance_length"]}
+            return gatework.export_draft(gates, run, gatework.find_checkpoint(runs, run_id(name)), "sglang").output_dir
 
 
 def _line(run: RunSnapshot) -> str:

@@ -1,12 +1,27 @@
-"""What the reference decoder says about the text that a server wrote with a draft."""
+"""What the reference decoder says: about the text that a server wrote with a draft, and about the target's own answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specfleet.drafts.export import load_export
+from specfleet.gate.evaluate import evaluate
 from specfleet.gate.rows import EvalRow
 from specfleet.gate.serving import Served, Serving, check_served, compare
+from specfleet.wire.gate_pb2 import StartGateRequest
+
+
+def estimate(
+    target: Path, export: Path, held_out: Path, num_draft_tokens: int, rows: int, device: str, out: Path
+) -> dict[str, Any]:
+    """A gate job's acceptance length, by source, on held-out answers that the target wrote itself. rows: of each; 0: all."""
+    request = StartGateRequest(
+        run_id=out.name, export_dir=str(export), target=str(target), eval_set_uri=str(held_out), dtype="bfloat16",
+        num_draft_tokens=num_draft_tokens, max_rows_per_source=rows, output_dir=str(out),
+    )  # fmt: skip
+    report = evaluate(request, device, lambda stage, done, total: None)
+    table: dict[str, Any] = report["acceptance_length"]
+    return table
 
 
 def judge(

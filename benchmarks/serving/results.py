@@ -10,8 +10,8 @@ from typing import Any
 
 FILE = "result.json"
 # What was found in which half of the benchmark; each half has settings of its own.
-TRAINING = ("capture", "training", "exports", "offline")
-SERVING = ("graphs", "serving", "reference")
+TRAINING = ("capture", "training", "exports")
+SERVING = ("graphs", "serving", "reference", "offline")
 
 
 class Results(dict[str, Any]):

@@ -43,23 +43,23 @@ def _rate(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str
 
 def _acceptance(result: Mapping[str, Any]) -> str:
     """SGLang's own count, the reference decoder's on the same text, and the offline estimates on the target's held-out answers."""
-    sources = sorted({source for told in result["offline"].values() for source in told["acceptance_length"]})
+    drafts = {name: runs for name, runs in result["serving"].items() if name != PLAIN}
+    sources = sorted({source for runs in drafts.values() for run in runs.values() for source in run})
     lines = [["acceptance length", *sources]]
-    for name, told in result["offline"].items():
-        for concurrency, run in result["serving"].get(name, {}).items():
+    for name, runs in drafts.items():
+        for concurrency, run in runs.items():
             lengths = {source: row.get("acceptance_length") for source, row in run.items()}
             lines.append([f"{name}: SGLang, {concurrency} at a time", *_lengths(lengths, sources)])
-        reference = result["reference"].get(name, {}).get("sources", {})
-        if reference:
-            lengths = {source: row["reference_acceptance_length"] for source, row in reference.items()}
-            lines.append([f"{name}: reference decoder, same text", *_lengths(lengths, sources)])
-        table = told["acceptance_length"]
-        for title, key in (
-            ("held-out answers", "after"),
-            ("held-out, untrained", "before"),
-            ("held-out, n-gram", "ngram"),
+        judged = result["reference"].get(name, {}).get("sources", {})
+        estimates = result["offline"].get(name, {})
+        for title, key, table in (
+            ("reference decoder, same text", "reference_acceptance_length", judged),
+            ("held-out answers", "after", estimates),
+            ("held-out answers, n-gram", "ngram", estimates),
         ):
-            lines.append([f"{name}: {title}", *_lengths({s: row[key] for s, row in table.items()}, sources)])
+            if table:
+                lengths = {source: row[key] for source, row in table.items()}
+                lines.append([f"{name}: {title}", *_lengths(lengths, sources)])
     return columns(lines) if len(lines) > 1 else ""
 
 
