@@ -79,6 +79,8 @@ class Job:
             *self.overrides(self.names[0]), f"strategy.layers={layers}", f"capture.extras={extras}",
             "capture.engine=sglang", f"data.train=[{self.data}]", "data.filter={split: [train]}",
             f"data.max_samples={self.samples}", f"data.max_response_tokens={self.response_tokens}",
+            # Prompts of these data are short: enough of them under way to keep the server busy; the pool bounds them as well.
+            "capture.max_batch_tokens=32768", "flow.high_samples=1024", "flow.low_samples=768",
         ]  # fmt: skip
 
 
