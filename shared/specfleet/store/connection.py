@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from specfleet.contracts.errors import HostError, StoreError
 from specfleet.store.arena import Arena
 from specfleet.store.base import PageLock
-from specfleet.store.tensors import Bytes
+from specfleet.store.tensors import Block, Bytes
 
 # Result codes of Mooncake 0.3.13 that mean something to us; every other negative one is infrastructure.
 NO_ROOM = -200
@@ -109,9 +107,9 @@ class Connection:
         address = None if self.retired else self.views.try_acquire(num_bytes)
         if address is None:
             return None
-        block = (ctypes.c_uint8 * num_bytes).from_address(address)
+        block = Block(address, num_bytes)
         weakref.finalize(block, _give_back, self, address).atexit = False
-        return np.frombuffer(memoryview(block), dtype=np.uint8)
+        return block.bytes()
 
     def lent(self, address: int, num_bytes: int) -> bool:
         """Whether the bytes lie in memory this connection lent."""

@@ -1,15 +1,12 @@
 """Groups of objects on their way between tensors and registered memory."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from specfleet.contracts.errors import StoreError
 from specfleet.store.arena import aligned
 from specfleet.store.connection import ABSENT, INVALID, LEASE_EXPIRED, NO_ROOM, NOT_READY, Connection
-from specfleet.store.tensors import Bytes, tensor_view, verify
+from specfleet.store.tensors import Block, Bytes, tensor_view, verify
 from specfleet.wire.records_pb2 import FeatureSpec
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ class Read:
         cursor = self._staged or 0
         for spec, lent in zip(self.specs, self._lent, strict=True):
             if lent is None:
-                self._arrays.append(memory_at(cursor, spec.num_bytes))
+                self._arrays.append(Block(cursor, spec.num_bytes).bytes())
                 cursor += aligned(spec.num_bytes)
             else:
                 self._arrays.append(lent)
@@ -97,10 +94,6 @@ def groups_of(sizes: Sequence[int], connection: Connection) -> list[list[int]]:
         groups[-1].append(index)
         filled += aligned(size)
     return groups
-
-
-def memory_at(address: int, num_bytes: int) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), dtype=np.uint8)
 
 
 def stage(connection: Connection, num_bytes: int, wait_s: float = BUFFER_WAIT_S) -> int:

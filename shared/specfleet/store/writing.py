@@ -9,8 +9,8 @@ from specfleet.contracts.errors import StoreError, StoreFullError
 from specfleet.store.arena import aligned
 from specfleet.store.base import Sample
 from specfleet.store.connection import NO_ROOM, Connection
-from specfleet.store.tensors import Bytes, checksum, plan_specs
-from specfleet.store.transfer import INLINE_BYTES, SETTLED, Run, groups_of, memory_at, stage, too_large
+from specfleet.store.tensors import Block, Bytes, checksum, plan_specs
+from specfleet.store.transfer import INLINE_BYTES, SETTLED, Run, groups_of, stage, too_large
 from specfleet.wire.records_pb2 import FeatureSpec
 
 Broken = Callable[[Connection, str, int], StoreError]
@@ -147,7 +147,7 @@ class Batch:
             block = stage(self._connection, sum(lengths))
             addresses = [block + offset for offset in accumulate(lengths[:-1], initial=0)]
             for address, item in zip(addresses, group, strict=True):
-                memory_at(address, item.data.nbytes)[:] = item.data
+                Block(address, item.data.nbytes).bytes()[:] = item.data
         keys, sizes = [item.spec.key for item in group], [item.data.nbytes for item in group]
         connection = self._connection
 
