@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from specfleet.config.models import DFlashSection, DominoSection, DSparkSection, Eagle3Section
+from specfleet.config.strategies import DFlashSection, DominoSection, DSparkSection, Eagle3Section
 from specfleet.drafts.base import Draft
 from specfleet.drafts.block_attention import block_attention
 from specfleet.drafts.dflash import DFlashDraft

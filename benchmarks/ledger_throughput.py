@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fixtures.ledger_world import new_run, sample_ref
 
 from specfleet.coordinator.facts import RunFacts
-from specfleet.coordinator.ledger import Ledger, fleet, generations, outbox, samples, tasks, windows
+from specfleet.coordinator.ledger import Ledger, fleet, generations, leases, outbox, samples, tasks, windows
 from specfleet.coordinator.ledger.verify import verify
 from specfleet.policies.credits import CreditGate, Marks
 from specfleet.policies.launches import Placement
@@ -77,7 +77,7 @@ class Life:
             self.captured += len(keys)
 
     async def _one_batch(self, keys: list[tuple[int, int, int]]) -> None:
-        await self.ledger.write(lambda conn: tasks.claim(conn, self.facts, "w1", keys, 1))
+        await self.ledger.write(lambda conn: leases.claim(conn, self.facts, "w1", keys, 1))
         refs = [sample_ref(self.facts, *key) for key in keys]
         await self.ledger.write(lambda conn: samples.accept(conn, self.facts, refs, 1))
 

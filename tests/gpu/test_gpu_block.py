@@ -8,7 +8,7 @@ from fixtures.block_attention import Case, random_case, small_case, with_gradien
 from fixtures.blocks import frozen_matrices, random_features, tiny_dflash
 from fixtures.corrected import domino_strategy, dspark_strategy, tiny_domino, tiny_dspark
 
-from specfleet.config.models import DFlashSection
+from specfleet.config.strategies import DFlashSection
 from specfleet.drafts.block_attention import block_attention
 from specfleet.trainer.loader import page_locked
 from specfleet.trainer.strategies.base import Strategy

@@ -10,7 +10,7 @@ from fixtures.stack import Specctl
 from typer.testing import CliRunner
 
 from specfleet.config import load_config
-from specfleet.config.models import STRATEGY_SECTIONS
+from specfleet.config.strategies import STRATEGY_SECTIONS
 from specfleet.ctl.app import app
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

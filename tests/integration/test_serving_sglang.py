@@ -16,7 +16,7 @@ from fixtures.overfit import learn
 from fixtures.sglang import sglang_python
 from fixtures.tiny import make_tiny_target
 
-from specfleet.config.models import DFlashSection
+from specfleet.config.strategies import DFlashSection
 from specfleet.data.prompt_set import PromptSet
 from specfleet.drafts.base import Draft
 from specfleet.drafts.decode import decode_greedy

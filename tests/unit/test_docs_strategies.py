@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from specfleet.config.models import STRATEGY_SECTIONS, Section
+from specfleet.config.section import Section
+from specfleet.config.strategies import STRATEGY_SECTIONS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
 SHARED = "What all of them share"

@@ -14,7 +14,18 @@ from sqlalchemy import Connection, insert, inspect, select, text
 
 from specfleet.contracts.errors import ConfigError, DataError, HostError, LedgerError
 from specfleet.contracts.states import RunState, TaskState
-from specfleet.coordinator.ledger import Ledger, fleet, generations, moves, outbox, runs, samples, tasks, windows
+from specfleet.coordinator.ledger import (
+    Ledger,
+    fleet,
+    generations,
+    leases,
+    moves,
+    outbox,
+    runs,
+    samples,
+    tasks,
+    windows,
+)
 from specfleet.coordinator.ledger import tables as t
 from specfleet.coordinator.ledger.engine import migrate
 from specfleet.coordinator.ledger.verify import explain, verify
@@ -254,7 +265,7 @@ async def captured_run(ledger: Ledger, count: int = 8) -> World:
         (d.epoch, d.prompt_index, d.attempt)
         for d in await ledger.write(lambda conn: tasks.dispatch(conn, facts, CreditGate(), WIDE, 1 << 40, count, 1))
     ]
-    await ledger.write(lambda conn: tasks.claim(conn, facts, "w1", keys, 1))
+    await ledger.write(lambda conn: leases.claim(conn, facts, "w1", keys, 1))
     await ledger.write(lambda conn: samples.accept(conn, facts, [sample_ref(facts, *key) for key in keys], 1))
     return w
 
@@ -294,7 +305,7 @@ async def test_samples_that_are_not_what_was_asked_for_are_refused(ledger: Ledge
     await w.ingest()
     await w.dispatch()
     keys = sorted(w.on_bus)
-    await ledger.write(lambda conn: tasks.claim(conn, facts, "w1", keys, 1))
+    await ledger.write(lambda conn: leases.claim(conn, facts, "w1", keys, 1))
     short, foreign, lacking = (sample_ref(facts, *key) for key in keys[:3])
     short.num_tokens = 4
     foreign.contract_hash = "f" * 64
@@ -318,11 +329,11 @@ async def test_what_a_failed_server_may_have_stored_is_deleted(ledger: Ledger) -
     await w.ingest()
     await w.dispatch()
     keys = sorted(w.on_bus)[:3]
-    await ledger.write(lambda conn: tasks.claim(conn, facts, "w1", keys, 1))
+    await ledger.write(lambda conn: leases.claim(conn, facts, "w1", keys, 1))
     kinds = (Failure.INFRA, Failure.SAMPLE, Failure.RETURNED)
     failures = [(*key, kind, "test") for key, kind in zip(keys, kinds, strict=True)]
     before = await ledger.read(lambda conn: tasks.held(conn, facts.run))
-    await ledger.write(lambda conn: tasks.fail(conn, facts, "w1", failures, 1))
+    await ledger.write(lambda conn: leases.fail(conn, facts, "w1", failures, 1))
     [due] = await ledger.write(lambda conn: outbox.due(conn, 1, 1_000))
     store = due.release.store
     assert list(due.release.keys) == outbox.attempt_keys(facts, store, *keys[0])

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from specfleet.config.models import (
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import (
     DFlashSection,
     DominoSection,
     DSparkSection,
     Eagle3Section,
     PEagleSection,
-    RunConfig,
     StrategySection,
 )
 from specfleet.contracts.errors import ConfigError

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from specfleet.config.models import STRATEGY_SECTIONS, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import STRATEGY_SECTIONS
 from specfleet.contracts.errors import ConfigError
 
 # What pydantic says in the words of Python classes.

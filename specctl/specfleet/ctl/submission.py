@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specfleet.config import RunConfig, dump_config, load_config
-from specfleet.config.models import Eagle3Section
+from specfleet.config.strategies import Eagle3Section
 from specfleet.contracts.errors import DataError
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin

@@ -13,9 +13,8 @@ from specfleet.coordinator.api.capture import CaptureApi
 from specfleet.coordinator.api.runs import RunApi
 from specfleet.coordinator.api.trainer import TrainerApi
 from specfleet.coordinator.hub import Hub, Wake, now_ms
-from specfleet.coordinator.ledger import Ledger, fleet
+from specfleet.coordinator.ledger import Ledger, fleet, leases
 from specfleet.coordinator.ledger import runs as run_rows
-from specfleet.coordinator.ledger import tasks as task_rows
 from specfleet.coordinator.loops import dispatcher, forever, outbox, planner
 from specfleet.coordinator.loops.liveness import Liveness
 from specfleet.coordinator.loops.losses import Losses
@@ -102,7 +101,7 @@ class Coordinator:
         fleet.see_everyone(conn, now)
         rows = run_rows.active(conn)
         for row in rows:
-            task_rows.extend_after_restart(conn, self.hub.facts(row), now)
+            leases.extend_after_restart(conn, self.hub.facts(row), now)
         if rows:
             log.info("recovered from the ledger", active_runs=[row.run_id for row in rows])
 

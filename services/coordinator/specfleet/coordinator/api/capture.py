@@ -13,9 +13,8 @@ from specfleet.contracts.errors import DataError
 from specfleet.coordinator import metrics
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.hub import HEARTBEAT_S, Hub, now_ms
-from specfleet.coordinator.ledger import fleet, outbox
+from specfleet.coordinator.ledger import fleet, leases, outbox
 from specfleet.coordinator.ledger import runs as run_rows
-from specfleet.coordinator.ledger import tasks as task_rows
 from specfleet.coordinator.loops.dispatcher import needs_capture, serves, wants_prompts
 from specfleet.policies.retries import Failure
 from specfleet.wire import capture_pb2 as pb
@@ -64,7 +63,7 @@ class CaptureApi(CaptureControlServicer):
             if not fresh or known is None:
                 return 0
             active = [self._hub.facts(row) for row in run_rows.active(conn)]
-            return sum(task_rows.expire(conn, facts, now, workers=[request.worker_id]) for facts in active)
+            return sum(leases.expire(conn, facts, now, workers=[request.worker_id]) for facts in active)
 
         ended = await self._hub.ledger.write(register)
         log.info("capture worker registered", worker=request.worker_id, pid=request.pid, leases_ended=ended)
@@ -115,7 +114,7 @@ class CaptureApi(CaptureControlServicer):
         revoked: list[TaskAttempt] = []
         for facts, attempts in self._by_run(conn, request.claims).items():
             keys = [_key(attempt) for attempt in attempts]
-            gone = set(keys if facts is None else task_rows.renew(conn, facts, request.worker_id, keys, now))
+            gone = set(keys if facts is None else leases.renew(conn, facts, request.worker_id, keys, now))
             revoked += [attempt for attempt in attempts if _key(attempt) in gone]
         return revoked
 
@@ -160,7 +159,7 @@ class CaptureApi(CaptureControlServicer):
                 raise DataError(
                     "SF-FLEET-UNKNOWN-WORKER", f"worker {request.worker_id!r} is not registered; register again"
                 )
-            answers: dict[tuple[str, Key], task_rows.Claim] = {}
+            answers: dict[tuple[str, Key], leases.Claim] = {}
             for facts, attempts in self._by_run(conn, request.attempts).items():
                 keys = [_key(attempt) for attempt in attempts]
                 for attempt, answer in zip(attempts, self._claim_run(conn, worker, facts, keys), strict=True):
@@ -188,7 +187,7 @@ class CaptureApi(CaptureControlServicer):
 
     def _claim_run(
         self, conn: Connection, worker: fleet.WorkerRow, facts: RunFacts | None, keys: Sequence[Key]
-    ) -> list[task_rows.Claim]:
+    ) -> list[leases.Claim]:
         refusal = ""
         if facts is None:
             refusal = "the run is unknown or over"
@@ -197,9 +196,9 @@ class CaptureApi(CaptureControlServicer):
         elif run_rows.get(conn, facts.run).wanted == "cancel":
             refusal = "the run is cancelled"
         if facts is None or refusal:
-            return [task_rows.Claim(False, reason=refusal)] * len(keys)
+            return [leases.Claim(False, reason=refusal)] * len(keys)
         self._hub.claimed_ms[facts.contract_hash] = now_ms()
-        return task_rows.claim(conn, facts, worker.worker_id, keys, now_ms())
+        return leases.claim(conn, facts, worker.worker_id, keys, now_ms())
 
     async def FailTasks(self, request: pb.FailTasksRequest, context: Any) -> pb.FailTasksResponse:
         def fail(conn: Connection) -> bool:
@@ -213,7 +212,7 @@ class CaptureApi(CaptureControlServicer):
                     for a in attempts
                     if (f := reasons[a.task.run_id, _key(a)])
                 ]
-                blamed = task_rows.fail(conn, facts, request.worker_id, given, now_ms()) or blamed
+                blamed = leases.fail(conn, facts, request.worker_id, given, now_ms()) or blamed
             worker = fleet.worker(conn, request.worker_id)
             if blamed and worker is not None:
                 breaker = fleet.breaker(worker)

@@ -9,9 +9,9 @@ from specfleet.contracts.ids import sample_id
 from specfleet.contracts.states import TaskState
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.ledger import hot, outbox
+from specfleet.coordinator.ledger.leases import finish_attempt
 from specfleet.coordinator.ledger.moves import Task, load_by_prompt, move, stamps
 from specfleet.coordinator.ledger.tables import runs, samples
-from specfleet.coordinator.ledger.tasks import finish_attempt
 from specfleet.policies.retries import Failure, judge
 from specfleet.wire.records_pb2 import SampleRef
 

@@ -7,9 +7,8 @@ from specfleet.coordinator import metrics
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.hub import LOST_AFTER_MS, Hub, Pool, now_ms
 from specfleet.coordinator.launching import end_launch
-from specfleet.coordinator.ledger import fleet
+from specfleet.coordinator.ledger import fleet, leases
 from specfleet.coordinator.ledger import runs as run_rows
-from specfleet.coordinator.ledger import tasks as task_rows
 
 log = structlog.get_logger()
 
@@ -45,7 +44,7 @@ class Liveness:
         expired = []
         for row in run_rows.active(conn):
             facts = self._hub.facts(row)
-            if n := task_rows.expire(conn, facts, now, workers=gone):
+            if n := leases.expire(conn, facts, now, workers=gone):
                 expired.append((facts, n))
         return expired
 

@@ -5,6 +5,7 @@ from sqlalchemy import Connection
 
 from specfleet.coordinator.facts import RunFacts
 from specfleet.coordinator.hub import Hub, now_ms
+from specfleet.coordinator.ledger import leases
 from specfleet.coordinator.ledger import runs as run_rows
 from specfleet.coordinator.ledger import tasks as task_rows
 from specfleet.coordinator.ledger import windows as window_rows
@@ -34,7 +35,7 @@ class Losses:
         def unclaimed(conn: Connection) -> dict[RunFacts, tuple[int, int, int]]:
             rows = [self._hub.facts(row) for row in run_rows.active(conn)]
             return {
-                facts: (*task_rows.unclaimed(conn, facts.run, now - SETTLE_MS), task_rows.leased(conn, facts.run))
+                facts: (*task_rows.unclaimed(conn, facts.run, now - SETTLE_MS), leases.leased(conn, facts.run))
                 for facts in rows
             }
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specfleet.config.models import DFlashSection, DominoSection, DSparkSection
+from specfleet.config.strategies import DFlashSection, DominoSection, DSparkSection
 from specfleet.drafts.block import BlockConfig, BlockDraft
 from specfleet.drafts.sizes import decoder_sizes
 from specfleet.drafts.warm_start import stated_mask_token, warm_start

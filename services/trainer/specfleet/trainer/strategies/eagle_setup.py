@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specfleet.config.models import Eagle3Section, PEagleSection
+from specfleet.config.strategies import Eagle3Section, PEagleSection
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.peagle import PEagleDraft

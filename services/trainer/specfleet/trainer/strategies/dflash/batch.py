@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specfleet.config.models import DFlashSection
+from specfleet.config.strategies import DFlashSection
 from specfleet.trainer.strategies.block_batch import BlockPlan, collate_blocks, slot_weights
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import DFlashSection, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import DFlashSection
 from specfleet.drafts.dflash import DFlashDraft
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks

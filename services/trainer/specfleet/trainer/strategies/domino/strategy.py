@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import DominoSection, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import DominoSection
 from specfleet.drafts.domino import DominoDraft
 from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
 from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import DSparkSection, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import DSparkSection
 from specfleet.drafts.dspark import DSparkDraft
 from specfleet.target.text_config import logits_scale
 from specfleet.target.weights import read_text_config

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import Eagle3Section, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import Eagle3Section
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from specfleet.target.dtypes import compute_dtype

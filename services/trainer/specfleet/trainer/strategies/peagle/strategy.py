@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specfleet.config.models import PEagleSection, RunConfig
+from specfleet.config.models import RunConfig
+from specfleet.config.strategies import PEagleSection
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.peagle import PEagleConfig, PEagleDraft
 from specfleet.drafts.warm_start import stated_mask_token
