@@ -2,15 +2,19 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Of test-sglang: an interpreter with the release of SGLang that the capture plugin is tested with.
+SGLANG_PYTHON ?= .venv-sglang/bin/python
 # Of bench-strategies and bench-serving: a conversation file (default: the one that ships with specfleet), and further flags.
 DATA ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup sglang demo test lint proto bench bench-strategies bench-serving clean
+.PHONY: help setup sglang demo test test-sglang lint proto bench bench-strategies bench-serving clean
 help:
 	@echo "make demo    train a real draft for a real target on this machine and prove it in decoding (about 10 minutes)"
 	@echo "make test    unit, integration and chaos tests against real services"
 	@echo "make sglang  only set up .venv-sglang: a real SGLang server for a machine without a GPU"
+	@echo "make test-sglang SGLANG_PYTHON=PATH"
+	@echo "             the capture plugin's tests with the SGLang of that interpreter (docs/sglang.md)"
 	@echo "make lint    ruff, mypy, buf (lint, breaking, generated code up to date)"
 	@echo "make proto   regenerate shared/specfleet/wire from protos"
 	@echo "make bench   the benchmarks that run without a GPU"
@@ -18,7 +22,7 @@ help:
 	@echo "             trains every strategy and compares acceptance lengths: minutes on a GPU (benchmarks/README.md)"
 	@echo "make bench-serving DATA=conversations.jsonl.gz"
 	@echo "             drafts from capture to real SGLang serving: tokens/s and acceptance length, on a GPU"
-	@echo "make clean   remove .venv, .venv-sglang, caches and run directories"
+	@echo "make clean   remove .venv, .venv-sglang*, caches and run directories"
 
 # The stamps depend on pyproject.toml: a changed dependency is installed on the next call.
 .venv/.local.stamp: pyproject.toml constraints/cpu.txt scripts/setup.sh
@@ -42,6 +46,10 @@ demo: .venv/.local.stamp
 test: .venv/.dev.stamp .venv-sglang/.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+test-sglang: .venv/.dev.stamp
+	SPECFLEET_SGLANG_PYTHON=$(abspath $(SGLANG_PYTHON)) \
+	$(BIN)/pytest tests/integration/test_sglang_plugin.py tests/integration/test_sglang_patch.py $(PYTEST_ARGS)
+
 lint: .venv/.dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,5 +71,5 @@ bench-serving: .venv/.local.stamp
 	$(PY) -m benchmarks.serving $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-sglang .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-sglang* .specfleet runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
