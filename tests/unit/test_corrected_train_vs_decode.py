@@ -1,7 +1,5 @@
 """Training logits of Domino and DSpark equal those of the reference decoder, and a learnt text is accepted whole."""
 
-import hashlib
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,8 +9,8 @@ import pytest
 import torch
 from fixtures import overfit
 from fixtures.blocks import LAYERS, random_features
+from fixtures.checkpoints import write_checkpoint
 from fixtures.corrected import domino_strategy, dspark_strategy, tiny_domino, tiny_dspark, training_logits
-from safetensors.torch import save_file
 from torch.nn import functional
 
 from specfleet.drafts.acceptance import TextRow, offline_acceptance
@@ -31,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dspark-vanilla": {},
     "dspark-gated": {"markov_head": "gated"},
     "dspark-rnn": {"markov_head": "rnn"},
+    "dspark-sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
 }
 
 
@@ -193,7 +192,7 @@ def test_one_learnt_text_is_accepted_whole_and_survives_export(
     assert decoded.acceptance_length == k + 1
     row = TextRow(text, len(prompt))
     assert offline_acceptance([row], target, draft, k)[0].length == decoded.acceptance_length
-    reloaded = load_draft_checkpoint(_checkpoint(tmp_path / "checkpoint", draft))[0]
+    reloaded = load_draft_checkpoint(write_checkpoint(tmp_path / "checkpoint", draft))[0]
     for layout in ("sglang", "vllm") if variant == "dspark-vanilla" else ("sglang",):
         export_draft(reloaded, layout, tmp_path / layout, dtype=torch.float32)
         loaded = load_export(tmp_path / layout)
@@ -201,19 +200,6 @@ def test_one_learnt_text_is_accepted_whole_and_survives_export(
         drafter = loaded.drafter(target.embedding_VH, target.head_VH)
         again = decode_greedy(target, drafter, prompt, len(decoded.ids), k)
         assert (again.ids, again.accepted) == (decoded.ids, decoded.accepted)
-
-
-def _checkpoint(directory: Path, draft: CorrectedDraft) -> Path:
-    directory.mkdir()
-    save_file(draft.state_dict(), directory / "draft.safetensors")
-    digest = hashlib.sha256((directory / "draft.safetensors").read_bytes()).hexdigest()
-    meta = {
-        "format": 1,
-        "draft": {"kind": draft.kind, "config": json.loads(json.dumps(draft.config.to_dict()))},
-        "files": {"draft.safetensors": digest},
-    }
-    (directory / "checkpoint.json").write_text(json.dumps(meta))
-    return directory
 
 
 def test_a_draft_trained_for_the_next_token_fails_when_served_for_its_own(target: HFTarget, learnt: Learnt) -> None:

@@ -1,5 +1,6 @@
 """The DFlash objective as a whole: what may not change its gradient, and what must."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from fixtures.blocks import MASK, frozen_matrices, random_features, tiny_dflash
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
 
 from specfleet.config.features import dflash_layers
-from specfleet.config.models import DFlashSection
+from specfleet.config.strategies import DFlashSection
 from specfleet.trainer.strategies.dflash import DFlashStrategy
 
 # Denominators of decayed weights are sums in fp32, so splits agree to its precision even where all else is fp64.
@@ -42,6 +43,45 @@ def test_splitting_a_batch_does_not_change_the_gradient(loss: str, draft: dict[s
     assert_same(gradient(strategy, [samples[:1], samples[1:]]), whole, RTOL)
     assert_same(gradient(strategy, [[sample] for sample in samples]), whole, RTOL)
     assert all(grad.abs().sum() > 0 for grad in whole[1].values())
+
+
+def _plain_loss(strategy: DFlashStrategy, sample: dict[str, torch.Tensor], loss: str, gamma: float) -> float:
+    """The definition, block by block and slot by slot: decayed cross entropy, or D-PACE with α = ½ per supervised slot."""
+    batch, draft = strategy.collate([sample]), strategy.draft
+    embedding, head = frozen_matrices()
+    with torch.no_grad():
+        context = draft.context(batch["context_states"], batch["context_positions"])
+        hidden = draft.blocks(context, batch["anchors"], batch["anchor_ids"], batch["starts"], embedding)
+        log_q = (hidden @ head.T).log_softmax(-1)
+    ids, mask = sample["input_ids"].tolist(), sample["loss_mask"].tolist()
+    total = norm = 0.0
+    for n, anchor in enumerate(batch["anchors"].tolist()):
+        ces: list[float] = []
+        for j in range(1, draft.config.block_size):
+            if anchor + j >= len(ids) or not mask[anchor + j]:
+                break
+            ces.append(-float(log_q[n, j, ids[anchor + j]]))
+        reached = [math.prod(0.5 * math.exp(-ce) + 0.5 for ce in ces[: j + 1]) for j in range(len(ces))]
+        for j, ce in enumerate(ces):
+            decay = math.exp(-j / gamma)
+            ahead = sum(reached[j:])
+            weights = {
+                "ce": decay,
+                "dpace": ahead,
+                "dpace_cumulative": reached[j],
+                "dpace_continuation": ahead / reached[j],
+            }
+            total += weights[loss] * ce
+            norm += decay if loss == "ce" else 1.0
+    return total / norm
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_is_that_of_the_definition(loss: str) -> None:
+    sample = random_features([24], dtype=torch.float64)[0]
+    sample["loss_mask"][15] = 0
+    strategy = _strategy(loss=loss, loss_decay=1.5, num_anchors=100, chunk_blocks=3)
+    assert gradient(strategy, [[sample]])[0] == pytest.approx(_plain_loss(strategy, sample, loss, 1.5), rel=1e-6)
 
 
 def test_dpace_per_sequence_divides_by_sequences() -> None:

@@ -1,16 +1,14 @@
 """Training logits of block drafts equal those of the reference decoder, and a learnt text is accepted whole."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures.blocks import LAYERS, MASK, tiny_dflash
-from safetensors.torch import save_file
+from fixtures.checkpoints import write_checkpoint
 
-from specfleet.config.models import DFlashSection
+from specfleet.config.strategies import DFlashSection
 from specfleet.drafts.acceptance import TextRow, offline_acceptance, walk_drafter
 from specfleet.drafts.block import BlockDrafter
 from specfleet.drafts.checkpoint import load_draft_checkpoint
@@ -82,6 +80,13 @@ def test_training_logits_equal_decoding_logits(target: HFTarget, changes: dict[s
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(0, 384, (n,), generator=generator).tolist() for n in (23, 15)]
     assert largest_gap(tiny_dflash(seed=1, **changes), target, texts) < 1e-4
+
+
+@pytest.mark.parametrize("layers", [(3,), (0, 1, 2, 3, 4)], ids=["one", "five"])
+def test_with_other_numbers_of_captured_layers(tiny_target: Path, layers: tuple[int, ...]) -> None:
+    target = HFTarget.load(tiny_target, layers, dtype="float32", final_state="none")
+    text = torch.randint(0, 384, (14,), generator=torch.Generator().manual_seed(5)).tolist()
+    assert largest_gap(tiny_dflash(seed=1, layer_ids=list(layers), num_layers=1), target, [text]) < 1e-4
 
 
 def test_the_test_can_fail(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +187,7 @@ def test_one_learnt_text_is_accepted_whole_and_survives_export(target: HFTarget,
     decoded = decode(draft)
     assert text[:6] + decoded.ids == text
     assert decoded.acceptance_length == size
-    reloaded = load_draft_checkpoint(_checkpoint(tmp_path / "checkpoint", draft))[0]
+    reloaded = load_draft_checkpoint(write_checkpoint(tmp_path / "checkpoint", draft))[0]
     layouts = ["sglang"] if loss == "ce" else ["sglang", "vllm"]  # vLLM has no sliding layers
     for layout in layouts:
         export_draft(reloaded, layout, tmp_path / layout, dtype=torch.float32)
@@ -190,19 +195,6 @@ def test_one_learnt_text_is_accepted_whole_and_survives_export(target: HFTarget,
         assert loaded.config == draft.config
         again = decode(loaded)
         assert (again.ids, again.accepted) == (decoded.ids, decoded.accepted)
-
-
-def _checkpoint(directory: Path, draft: DFlashDraft) -> Path:
-    directory.mkdir()
-    save_file(draft.state_dict(), directory / "draft.safetensors")
-    digest = hashlib.sha256((directory / "draft.safetensors").read_bytes()).hexdigest()
-    meta = {
-        "format": 1,
-        "draft": {"kind": "dflash", "config": json.loads(json.dumps(draft.config.to_dict()))},
-        "files": {"draft.safetensors": digest},
-    }
-    (directory / "checkpoint.json").write_text(json.dumps(meta))
-    return directory
 
 
 def test_a_wrong_mask_token_breaks_the_learnt_text(target: HFTarget) -> None:

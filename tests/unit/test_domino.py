@@ -1,11 +1,15 @@
 """Domino: the curriculum, the recurrence, which slots are corrected, what they may see, and what leaves the gradient alone."""
 
+import math
+
 import pytest
 import torch
 from fixtures.blocks import frozen_matrices, random_features
 from fixtures.corrected import domino_strategy, tiny_domino, training_logits
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
+from torch.nn import functional
 
+from specfleet.trainer.strategies.corrected_batch import run_blocks
 from specfleet.trainer.strategies.domino import DominoStrategy
 from specfleet.trainer.strategies.domino.schedule import base_weight
 
@@ -135,14 +139,27 @@ def test_skipped_parts_are_exactly_absent() -> None:
     assert [float(x) for x in metrics["first"]["base_weight"]] == [1.0, 1.0]
 
 
-def test_loss_is_the_weighted_mean_of_both_parts() -> None:
-    strategy = _strategy(loss_decay=None)
-    samples = random_features([14], dtype=torch.float64)
-    metrics = strategy.objective(strategy.prepare(strategy.collate(samples))).metrics
-    weight = strategy.base_weight
-    final, base = (float(metrics[name][0] / metrics[name][1]) for name in ("ce", "ce_base"))
-    assert final != pytest.approx(base)
-    assert gradient(strategy, [samples])[0] == pytest.approx((1 - weight) * final + weight * base)
+@pytest.mark.parametrize("shift", [False, True])
+def test_loss_is_the_decayed_mean_of_both_parts(shift: bool) -> None:
+    """Guess i of a block weighs exp(−i/γ), whichever slot makes it, up to the first token that is not supervised."""
+    strategy = _strategy(shift=shift, loss_decay=1.5, num_anchors=100)
+    sample = random_features([20], dtype=torch.float64)[0]
+    sample["loss_mask"][12] = 0
+    tensors, corrected = training_logits(strategy, [sample])
+    with torch.no_grad():
+        uncorrected = run_blocks(strategy.draft, tensors, strategy._embedding) @ strategy._head.T
+    ids, mask = sample["input_ids"].long(), sample["loss_mask"].tolist()
+    total = norm = 0.0
+    for n, anchor in enumerate(tensors["anchors"].tolist()):
+        for i in range(corrected.shape[1]):
+            if anchor + 1 + i >= len(ids) or not mask[anchor + 1 + i]:
+                break
+            ces = [float(functional.cross_entropy(z[n, i], ids[anchor + 1 + i])) for z in (corrected, uncorrected)]
+            weight = math.exp(-i / 1.5)
+            total += weight * ((1 - strategy.base_weight) * ces[0] + strategy.base_weight * ces[1])
+            norm += weight
+    assert 0 < strategy.base_weight < 1
+    assert gradient(strategy, [[sample]])[0] == pytest.approx(total / norm, rel=1e-6)
 
 
 def test_samples_too_short_for_a_block_are_counted() -> None:

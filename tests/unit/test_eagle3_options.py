@@ -7,11 +7,9 @@ import pytest
 import torch
 from fixtures.eagle3 import LAYERS, random_samples, tiny_draft, tiny_strategy
 from fixtures.objective import assert_exact, assert_same, assert_zero_but_touched, gradient
-from fixtures.overfit import PROMPT, decode, greedy_sample, learn
 from safetensors.torch import load_file
 
 from specfleet.contracts.errors import ConfigError, ExportError
-from specfleet.drafts.acceptance import TextRow, offline_acceptance
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.export import export_draft, load_export
 from specfleet.drafts.layers import ExpertMLP
@@ -277,17 +275,3 @@ def test_experts_train_and_are_not_exported(tmp_path: Path) -> None:
     assert_exact(_strategy(draft, ttt_length=2, experts=3), random_samples([9], dtype=F64), picks=1)
     with pytest.raises(ExportError, match="3 experts"):
         export_draft(draft, "sglang", tmp_path / "out")
-
-
-def test_an_lk_run_with_the_targets_head_overfits_one_answer(target: HFTarget) -> None:
-    k, new = 4, 26
-    text, sample = greedy_sample(target, new)
-    draft = tiny_draft(seed=1, norm_output=True, fc_norm=True, **TARGET_HEAD)
-    section = {"head": "target", "draft_vocab_size": 0, "lk": "alpha", "ttt_length": k, "step_decay": 1.0}
-    strategy = tiny_strategy(draft, target.embedding_VH, target.head_VH, **section)
-    learn(strategy, sample, steps=150, lr=1e-2)
-    decoded = decode(target, strategy, new, k)
-    assert decoded.ids == text[len(PROMPT) :]
-    assert set(decoded.committed[:-1]) == {k + 1}
-    offline = offline_acceptance([TextRow(text, len(PROMPT))], target, draft, k)[0]
-    assert offline.length == pytest.approx(decoded.acceptance_length)

@@ -29,8 +29,56 @@ def test_default_layers() -> None:
     assert eagle3_layers(36) == (1, 17, 32)
 
 
+def _counts(align: str, mask: list[int], t: int, step: int) -> bool:
+    """Is row t of a rollout supervised at this step? From the definition of each mode; the teacher row must exist."""
+    length = len(mask)
+    if t + 1 + step >= length:
+        return False
+    m = [*mask, *[0] * (step + 2)]
+    match align:
+        case "strict":
+            return all(m[t + 1 : t + 3 + step])
+        case "input":
+            return bool(m[t + 1 + step])
+        case _:
+            return bool(m[t + step]) and t + step != length - 1
+
+
 @pytest.mark.parametrize("align", ["strict", "input", "compat"])
-def test_splitting_a_batch_does_not_change_thegradient(align: str) -> None:
+@pytest.mark.parametrize("lk", ["none", "alpha", "lambda"])
+def test_loss_is_that_of_the_definition(align: str, lk: str) -> None:
+    """Row by row: q against p̃, the teacher renormalised on the draft vocabulary, α against p, its true mass there.
+
+    Rows whose teacher prefers a token that the draft cannot say are left out. λ = ½·exp(−α).
+    """
+    strategy = _strategy(ttt_length=3, mask_align=align, lk=lk, lk_scale=0.5, lk_decay=1.0, step_decay=0.7)
+    (embedding, head), draft = _matrices(), strategy.draft
+    sample = random_samples([22], dtype=torch.float64)[0]
+    sample["loss_mask"][12] = 0
+    mask, expected, left_out = sample["loss_mask"].tolist(), 0.0, 0
+    active = [torch.arange(21 - step) for step in range(3)]
+    with torch.no_grad():
+        outputs = draft.rollout(sample["input_ids"].long()[None], sample["aux_states"][None], embedding, active)
+        for step, output in enumerate(outputs):
+            losses = []
+            for t, q in enumerate(draft.logits(output).softmax(-1)):
+                teacher = (sample["final_state"][t + 1 + step] @ head.T).softmax(-1)
+                if not _counts(align, mask, t, step):
+                    continue
+                if not draft.t2d[teacher.argmax()]:
+                    left_out += 1
+                    continue
+                p = teacher[draft.t2d]
+                ce, alpha = -(p / p.sum() * q.log()).sum(), torch.minimum(p, q).sum()
+                weight = {"none": 1.0, "alpha": 0.0, "lambda": 0.5 * torch.exp(-alpha)}[lk]
+                losses.append(-alpha.log() if lk == "alpha" else weight * ce + (1 - weight) * (1 - alpha))
+            expected += 0.7**step * float(torch.stack(losses).mean())
+    assert left_out
+    assert gradient(strategy, [[sample]])[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("align", ["strict", "input", "compat"])
+def test_splitting_a_batch_does_not_change_the_gradient(align: str) -> None:
     strategy = _strategy(mask_align=align)
     samples = random_samples([21, 13, 9, 17], dtype=torch.float64)
     whole = gradient(strategy, [samples])
@@ -51,7 +99,7 @@ def test_reduction_is_global_not_a_mean_of_means() -> None:
     assert expected != pytest.approx(sum(loss for loss, _ in parts) / 2)
 
 
-def test_padding_does_not_change_thegradient() -> None:
+def test_padding_does_not_change_the_gradient() -> None:
     strategy = _strategy()
     short = random_samples([12], seed=1, dtype=torch.float64)
     unsupervised = random_samples([40], seed=2, dtype=torch.float64)
@@ -61,7 +109,7 @@ def test_padding_does_not_change_thegradient() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_chunk_size_does_not_change_thegradient(chunk_rows: int) -> None:
+def test_chunk_size_does_not_change_the_gradient(chunk_rows: int) -> None:
     strategy = _strategy()
     samples = random_samples([21, 13], dtype=torch.float64)
     whole = gradient(strategy, [samples])

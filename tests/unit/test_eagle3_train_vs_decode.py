@@ -52,13 +52,23 @@ def target(tiny_target: Path) -> HFTarget:
         {"fc_norm": True, "norm_output": True},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
         {"num_key_value_heads": 4, "draft_vocab_size": 384},
+        {"norm_output": True, "legacy_v030": True},
+        {"legacy_v030": True},
     ],
-    ids=["eagle3", "eagle3.1", "yarn", "full-vocabulary"],
+    ids=["eagle3", "eagle3.1", "yarn", "full-vocabulary", "legacy", "legacy-off"],
 )
 def test_training_logits_equal_decoding_logits(target: HFTarget, switches: dict[str, object]) -> None:
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(0, 384, (n,), generator=generator).tolist() for n in (26, 17)]
     assert largest_gap(tiny_draft(seed=1, **switches), target, texts, first=0, last=18) < 1e-4
+
+
+@pytest.mark.parametrize("layers", [(3,), (0, 1, 2, 3, 4)], ids=["one", "five"])
+def test_with_other_numbers_of_captured_layers(tiny_target: Path, layers: tuple[int, ...]) -> None:
+    target = HFTarget.load(tiny_target, layers, dtype="float32", final_state="none")
+    text = torch.randint(0, 384, (20,), generator=torch.Generator().manual_seed(5)).tolist()
+    draft = tiny_draft(seed=1, layer_ids=list(layers), fc_norm=True)
+    assert largest_gap(draft, target, [text], first=0, last=12) < 1e-4
 
 
 def test_the_test_can_fail(target: HFTarget) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.tiny_runs import TEXTS, tiny_prompt_set, tiny_run
 from safetensors.torch import save_file
 
 from specfleet.config.models import RunConfig
 from specfleet.contracts.errors import ConfigError
-from specfleet.data.prompt_set import PromptSet, PromptSetWriter
+from specfleet.data.prompt_set import PromptSet
 from specfleet.drafts.eagle3 import Eagle3Draft
 from specfleet.drafts.export import export_draft
 from specfleet.drafts.peagle import PEagleDraft
@@ -19,37 +20,14 @@ from specfleet.target.weights import load_raw_head
 from specfleet.trainer.strategies.base import Strategy
 from specfleet.trainer.strategies.table import build_strategy
 
-TEXTS = [[5 + (3 * i + j) % 60 for j in range(20)] for i in range(4)]
-
 
 @pytest.fixture(scope="module")
 def prompt_set(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> PromptSet:
-    directory = tmp_path_factory.mktemp("prompts")
-    writer = PromptSetWriter(directory)
-    for index, ids in enumerate(TEXTS):
-        writer.add(
-            {
-                "id": str(index), "source": "s", "split": "train", "finish": "stop", "license": "", "input_ids": ids,
-                "loss_mask": b"\0" * 4 + b"\1" * (len(ids) - 4), "num_tokens": len(ids), "num_loss_tokens": len(ids) - 4,
-                "prompt_tokens": 4, "flags": [],
-            }
-        )  # fmt: skip
-    writer.finish({"tokenizer_hash": read_target_facts(tiny_target).tokenizer_hash})
-    return PromptSet.open(directory)
+    return tiny_prompt_set(tmp_path_factory.mktemp("prompts"), tiny_target)
 
 
 def _build(tiny_target: Path, prompt_set: PromptSet, extras: tuple[str, ...] = (), **section: Any) -> Strategy:
-    config = RunConfig.model_validate(
-        {
-            "model": {"target": str(tiny_target), "dtype": "float32"},
-            "data": {"prompt_set": str(prompt_set.path)},
-            "strategy": {"layers": [1, 2, 4], "intermediate_size": 48, **section},
-            "capture": {"extras": list(extras)},
-        }
-    )
-    contract = build_contract(config, read_target_facts(tiny_target))
-    torch.manual_seed(0)
-    return build_strategy(config, contract, tiny_target, prompt_set, 20, torch.device("cpu"), torch.float32)
+    return tiny_run(tiny_target, prompt_set, {"layers": [1, 2, 4], "intermediate_size": 48, **section}, extras)[1]
 
 
 def _step(strategy: Strategy, tiny_target: Path, extras: tuple[str, ...] = ()) -> float:

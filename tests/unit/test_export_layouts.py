@@ -1,11 +1,11 @@
 """Exports: names, config keys and layer ids per engine are fixed; anything that does not fit the loader table is refused."""
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures.checkpoints import write_checkpoint
 from fixtures.eagle3 import tiny_draft
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +13,7 @@ from specfleet.config.features import eagle3_layers
 from specfleet.config.serving import default_layout
 from specfleet.contracts.errors import ConfigError, ContractError, DataError, ExportError
 from specfleet.drafts.checkpoint import load_draft_checkpoint
-from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from specfleet.drafts.eagle3 import Eagle3Config
 from specfleet.drafts.export import LAYOUTS, export_draft, load_export, weights_hash, write_acceptance
 from specfleet.drafts.export.eagle import before_layer_ids, output_layer_ids
 from specfleet.drafts.registry import DRAFTS, untrained_like
@@ -231,21 +231,9 @@ def test_untrained_twin_shares_architecture_and_vocabulary_only() -> None:
     assert torch.equal(untrained_like(draft, seed=5).get_parameter("fc.weight"), twin.get_parameter("fc.weight"))
 
 
-def _write_checkpoint(folder: Path, draft: Eagle3Draft, changes: dict[str, object]) -> Path:
-    folder.mkdir()
-    save_file(draft.state_dict(), folder / "draft.safetensors")
-    digest = hashlib.sha256((folder / "draft.safetensors").read_bytes()).hexdigest()
-    meta = {
-        "format": 1, "step": 7, "draft": {"kind": "eagle3", "config": draft.config.to_dict()},
-        "files": {"draft.safetensors": digest}, **changes,
-    }  # fmt: skip
-    (folder / "checkpoint.json").write_text(json.dumps(meta))
-    return folder
-
-
 def test_checkpoint_reader(tmp_path: Path) -> None:
     draft = tiny_draft(fc_norm=True)
-    loaded, meta = load_draft_checkpoint(f"file://{_write_checkpoint(tmp_path / 'good', draft, {})}")
+    loaded, meta = load_draft_checkpoint(f"file://{write_checkpoint(tmp_path / 'good', draft, step=7)}")
     assert meta["step"] == 7
     assert isinstance(loaded.config, Eagle3Config)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in draft.state_dict().items())
@@ -255,7 +243,7 @@ def test_checkpoint_reader(tmp_path: Path) -> None:
         ("other", {"draft": {"kind": "eagle3", "config": tiny_draft().config.to_dict()}}, "SF-CHECKPOINT-TENSORS"),
     ):
         with pytest.raises(ContractError) as caught:
-            load_draft_checkpoint(_write_checkpoint(tmp_path / name, draft, changes))
+            load_draft_checkpoint(write_checkpoint(tmp_path / name, draft, **changes))
         assert caught.value.code == code
     with pytest.raises(DataError, match="not a complete checkpoint"):
         load_draft_checkpoint(tmp_path / "absent")
