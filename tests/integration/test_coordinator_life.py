@@ -6,27 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from fixtures.coordinator_life import CONTRACT, PER_TOKEN, Agent, Fleet, Store, Worker, config_yaml, write_prompt_set
-from fixtures.net import NatsServer
+from fixtures.coordinator_life import CONTRACT, PER_TOKEN, Agent, Fleet, Worker, config_yaml, write_prompt_set
 
 from specfleet.contracts.errors import ConfigError, ContractError
-from specfleet.coordinator.app import Coordinator, Options
+from specfleet.coordinator.app import Coordinator
 from specfleet.wire import records_pb2, run_pb2
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-async def coordinator(tmp_path: Path, nats_server: NatsServer) -> AsyncIterator[Coordinator]:
-    found = Coordinator(Options("127.0.0.1:0", "127.0.0.1:0", nats_server.url, "", tmp_path / "coordinator"))
-    await found.start()
-    yield found
-    await found.stop()
-
-
-@pytest.fixture
-async def fleet(coordinator: Coordinator, nats_server: NatsServer) -> Fleet:
-    return Fleet(f"127.0.0.1:{coordinator.port}", nats_server.url, Store())
 
 
 def check_model(

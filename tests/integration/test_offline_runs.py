@@ -1,18 +1,16 @@
 """Runs that train from a feature set, on a real coordinator without any capture worker; ranks are simulated."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.coordinator_life import CONTRACT, Agent, Fleet, Store, config_yaml, write_prompt_set
+from fixtures.coordinator_life import CONTRACT, Agent, Fleet, config_yaml, write_prompt_set
 from fixtures.feature_sets import write_feature_set
-from fixtures.net import NatsServer
 from sqlalchemy import func, select
 
 from specfleet.contracts.errors import ContractError, DataError
-from specfleet.coordinator.app import Coordinator, Options
+from specfleet.coordinator.app import Coordinator
 from specfleet.coordinator.ledger import tables
 from specfleet.data.prompt_set import PromptSet
 from specfleet.features.manifest import PROMPTS
@@ -23,19 +21,6 @@ from specfleet.wire.records_pb2 import CaptureContract
 pytestmark = pytest.mark.integration
 
 COUNT = 30
-
-
-@pytest.fixture
-async def coordinator(tmp_path: Path, nats_server: NatsServer) -> AsyncIterator[Coordinator]:
-    found = Coordinator(Options("127.0.0.1:0", "127.0.0.1:0", nats_server.url, "", tmp_path / "coordinator"))
-    await found.start()
-    yield found
-    await found.stop()
-
-
-@pytest.fixture
-def fleet(coordinator: Coordinator, nats_server: NatsServer) -> Fleet:
-    return Fleet(f"127.0.0.1:{coordinator.port}", nats_server.url, Store())
 
 
 @pytest.fixture
