@@ -144,6 +144,27 @@ def test_copies_hold_up_nobody(url: str, copier: CudaCopier, device: torch.devic
     sink.close()
 
 
+def test_copies_of_a_capture_that_ended_early_spoil_no_other(
+    url: str, copier: CudaCopier, device: torch.device
+) -> None:
+    sink = Sink(open_store(url), TABLE, ORIGIN, copier, store_full_s=10.0)
+    sink.reserve(PENDING_BYTES)
+    ended = begin(sink, 25, 600)
+    address = ended.tensors["input_ids"].data_ptr()
+    torch.cuda._sleep(BUSY)
+    sink.take([Span(ended, 0, 0, 500)], states(500, device))
+    sink.forget("r25")
+    del ended
+    capture = begin(sink, 26, 600)
+    assert capture.tensors["input_ids"].data_ptr() == address  # the same memory, into which copies are still to come
+    rows = states(600, device)
+    sink.take([Span(capture, 0, 0, 600)], rows)
+    tensors = read(sink.store, answer(sink, capture))
+    assert tensors["input_ids"].tolist() == list(range(600))
+    assert torch.equal(tensors["final_state"], rows["final_state"].cpu())
+    sink.close()
+
+
 def test_what_the_store_does_not_lend_is_page_locked_all_the_same(
     url: str, copier: CudaCopier, device: torch.device, tmp_path: Path
 ) -> None:

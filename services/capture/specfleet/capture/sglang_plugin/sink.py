@@ -47,6 +47,7 @@ class Capture:
     name: str
     """The server's id of the request."""
     request: CaptureRequest
+    input_ids: Sequence[int]
     tensors: dict[str, torch.Tensor]
     """FINITE and every feature: [T, elements], or [T] where a token has one."""
     rows: int = 0
@@ -124,11 +125,7 @@ class Sink:
             first, end = places[feature]
             tensor = memory[first:end].view(_DTYPES[dtype])
             tensors[feature] = tensor if elements == 1 else tensor.view(tokens, elements)
-        if "input_ids" in tensors:
-            tensors["input_ids"].numpy()[:] = input_ids
-        if "loss_mask" in tensors:
-            tensors["loss_mask"].numpy()[:] = np.frombuffer(request.loss_mask, np.uint8)
-        capture = self._open[name] = Capture(name, request, tensors)
+        capture = self._open[name] = Capture(name, request, input_ids, tensors)
         return capture
 
     def take(self, spans: Sequence[Span], states: Mapping[str, torch.Tensor]) -> None:
@@ -210,6 +207,7 @@ class Sink:
             if error := _nonfinite(capture):
                 self._fail(capture, error)
             else:
+                _fill(capture)
                 waiting.append(capture)
         delay = _FIRST_DELAY_S
         while waiting := self._put(waiting, delay):
@@ -281,6 +279,15 @@ def _pairs(spans: Sequence[Span], states: Mapping[str, torch.Tensor]) -> Iterato
             if name in states:
                 rows = states[name][span.first : span.first + span.count]
                 yield tensor[span.position : span.position + span.count], rows
+
+
+def _fill(capture: Capture) -> None:
+    """What comes with the request. Not before the rows: the memory may be that of a capture that ended early, with copies
+    under way; these are done when those of its next owner, behind them in the stream, are."""
+    if "input_ids" in capture.tensors:
+        capture.tensors["input_ids"].numpy()[:] = capture.input_ids
+    if "loss_mask" in capture.tensors:
+        capture.tensors["loss_mask"].numpy()[:] = np.frombuffer(capture.request.loss_mask, np.uint8)
 
 
 def _nonfinite(capture: Capture) -> CaptureItemError | None:
