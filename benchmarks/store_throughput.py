@@ -3,8 +3,8 @@
     python -m benchmarks.store_throughput [--object-mib 16 64] [--rounds 5] [--tcp]
 
 Starts a master and a pre-faulted owner on loopback and moves batches of objects in alternation through bare
-batch_put_from / batch_get_into on registered memory, and through FeatureStore with all its checks (existence, stored
-length, xxh3-64 both ways). Prints one JSON object; `ratio` is FeatureStore over bare (goal: at least 0.8). `put_copied`
+batch_put_from / batch_get_into on registered memory, and through FeatureStore with all its checks (existence before
+and after, xxh3-64 both ways). Prints one JSON object; `ratio` is FeatureStore over bare (goal: at least 0.8). `put_copied`
 is the same put from ordinary tensors, which must be copied into registered memory first.
 """
 
