@@ -24,8 +24,8 @@ def test_every_path_is_absolute_from_the_folder_of_the_command(tmp_path: Path, m
     assert config.gate.eval == [str(tmp_path / "b.jsonl")]
     assert config.deployment.output_dir == str(tmp_path / "runs")
     # What is not named stays so.
-    bare = absolute_paths(parse_config("model: {target: org/name}\ndata: {train: [a.jsonl]}\n"))
-    assert (bare.model.target, bare.strategy.init_from, bare.data.features) == ("org/name", "", "")
+    bare = absolute_paths(parse_config("model: {target: nowhere}\ndata: {train: [a.jsonl]}\n"))
+    assert (bare.model.target, bare.strategy.init_from, bare.data.features) == ("nowhere", "", "")
 
 
 @pytest.mark.parametrize(

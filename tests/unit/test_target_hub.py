@@ -9,9 +9,9 @@ import pytest
 from fixtures.hub import StandInHub, stand_in_hub
 from safetensors.torch import load_file, save_file
 
-from specfleet.contracts.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, SpecfleetError
+from specfleet.contracts.errors import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, HostError, SpecfleetError
 from specfleet.target.facts import read_target_facts, read_text_facts, tokenizer_hash
-from specfleet.target.hub import hub_name, pinned_target, target_dir
+from specfleet.target.hub import hub_name, pinned_target, target_dir, target_facts
 from specfleet.target.weights import load_embedding, load_head
 
 NAME = "org/tiny-llama"
@@ -77,7 +77,7 @@ def test_each_service_fetches_what_it_needs(hub: StandInHub, sharded: Path) -> N
     assert tokenizer_hash(text) == tokenizer_hash(sharded)
 
     trainer = target_dir(name, "vocabulary")
-    assert [file for file in hub.served if file.endswith(".safetensors")] == [
+    assert sorted(file for file in hub.served if file.endswith(".safetensors")) == [
         "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors",
     ]  # fmt: skip
     assert load_embedding(trainer).equal(load_embedding(sharded))
@@ -90,6 +90,22 @@ def test_each_service_fetches_what_it_needs(hub: StandInHub, sharded: Path) -> N
     )
     assert not {"pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth"} & set(hub.served)
     assert len(hub.served) == len(set(hub.served)), "nothing is fetched twice"
+
+
+def test_a_contract_needs_no_weights(hub: StandInHub, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{NAME}@{hub.publish(NAME, sharded)}"
+    facts, whole = target_facts(name), read_target_facts(sharded)
+    assert not [file for file in hub.served if file.endswith(".safetensors")]
+    assert (facts.weights_hash, facts.tokenizer_hash) == (whole.weights_hash, whole.tokenizer_hash)
+    assert (facts.text_config, facts.dtype) == (whole.text_config, whole.dtype)
+    # Without the Hub it is the weights in the cache that are hashed.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HostError, match="SF-HUB-OFFLINE"):
+        target_facts(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    target_dir(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert target_facts(name).weights_hash == whole.weights_hash
 
 
 def test_a_pinned_target_stays_when_its_branch_moves(hub: StandInHub, tiny_target: Path, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specfleet.config.features import feature_request
 from specfleet.config.models import RunConfig
@@ -34,6 +35,7 @@ class TargetFacts:
     num_hidden_layers: int
     vocab_size: int
     dtype: str
+    """As config.json says, else as the weights are stored; float32 where neither is at hand."""
     eos_token_ids: tuple[int, ...]
     """Every id generation stops at: generation_config.json and config.json together, ascending."""
     bos_token_id: int | None
@@ -44,15 +46,20 @@ class TargetFacts:
     text_config: dict[str, Any]
 
 
-def read_target_facts(path: str | Path) -> TargetFacts:
-    """Reads a Hugging Face directory.
+class FileFacts(NamedTuple):
+    size: int
+    sha256: str
+
+
+def read_target_facts(path: str | Path, weights_elsewhere: Mapping[str, FileFacts] | None = None) -> TargetFacts:
+    """Reads a Hugging Face directory. weights_elsewhere: by name, of weight files that the directory does not hold.
 
     Raises ConfigError: SF-TARGET-MISSING (no such directory), SF-TARGET-NOT-A-MODEL (no usable config.json),
     SF-TARGET-NO-WEIGHTS (no weight file, or one that is absent or cut short), SF-TARGET-NO-TOKENIZER.
     """
     directory = _directory(path)
     config, text, generation = _configs(directory)
-    weights = weight_files(directory)
+    weights = [] if weights_elsewhere else weight_files(directory)
     for path in weights:
         if path.suffix == ".safetensors":
             _check_whole(path)
@@ -66,7 +73,7 @@ def read_target_facts(path: str | Path) -> TargetFacts:
         eos_token_ids=_stop_ids(config, text, generation),
         bos_token_id=next(iter(_ids(text.get("bos_token_id", config.get("bos_token_id")))), None),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        weights_hash=_weights_hash(directory, weights),
+        weights_hash=_weights_hash(directory, weights, weights_elsewhere or {}),
         tokenizer_hash=tokenizer_hash(directory),
         config=config,
         text_config=text,
@@ -122,7 +129,9 @@ def tokenizer_hash(path: str | Path) -> str:
         )
     # Model repositories may keep one template per name in a folder.
     templates = sorted(str(p.relative_to(directory)) for p in directory.glob("additional_chat_templates/*.jinja"))
-    return _hash_files(directory, [name for name in (*_TOKENIZER_FILES, *templates) if (directory / name).is_file()])
+    return _hash_files(
+        directory, [name for name in (*_TOKENIZER_FILES, *templates) if (directory / name).is_file()], {}
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -224,7 +233,7 @@ def _dtype(config: dict[str, Any], text: dict[str, Any], weights: list[Path]) ->
             if part.get(key):
                 return str(part[key]).removeprefix("torch.")
     # Old configs do not say: the first floating tensor of the first file does.
-    if weights[0].suffix == ".safetensors":
+    if weights and weights[0].suffix == ".safetensors":
         for tensor in read_header(weights[0])[0].values():
             if name := _SAFETENSORS_DTYPES.get(tensor.get("dtype", "")):
                 return name
@@ -247,13 +256,18 @@ def _check_whole(path: Path) -> None:
         )
 
 
-def _weights_hash(directory: Path, weights: list[Path]) -> str:
-    return _hash_files(directory, ["config.json", *(str(p.relative_to(directory)) for p in weights)])
+def _weights_hash(directory: Path, weights: list[Path], elsewhere: Mapping[str, FileFacts]) -> str:
+    names = ["config.json", *(str(p.relative_to(directory)) for p in weights), *sorted(elsewhere)]
+    return _hash_files(directory, names, elsewhere)
 
 
-def _hash_files(directory: Path, names: list[str]) -> str:
+def _hash_files(directory: Path, names: list[str], elsewhere: Mapping[str, FileFacts]) -> str:
     digest = hashlib.sha256()
     for name in names:
-        path = directory / name
-        digest.update(f"{name}\0{path.stat().st_size}\0{sha256_file(path)}\n".encode())
+        facts = elsewhere.get(name) or _file_facts(directory / name)
+        digest.update(f"{name}\0{facts.size}\0{facts.sha256}\n".encode())
     return digest.hexdigest()
+
+
+def _file_facts(path: Path) -> FileFacts:
+    return FileFacts(path.stat().st_size, sha256_file(path))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from specfleet.contracts.errors import ConfigError, HostError
 from specfleet.data.demo import resolve_builtin
-from specfleet.target.facts import SAFETENSORS_INDEX, weight_map
+from specfleet.target.facts import SAFETENSORS_INDEX, FileFacts, TargetFacts, read_target_facts, weight_map
 
 Weights = Literal["all", "vocabulary", "none"]
 """Which weight files are needed: all, those with the embedding and the output head, or none."""
@@ -68,6 +68,29 @@ def target_dir(name: str | Path, weights: Weights = "all") -> Path:
     return directory
 
 
+def target_facts(name: str) -> TargetFacts:
+    """What a contract needs to know. Weights of the Hub stay there: it states their hashes. Raises as `target_dir` and
+    `read_target_facts`."""
+    hub = hub_name(name)
+    directory = target_dir(name, "none" if hub else "all")
+    if hub and (stated := _stated_weights(hub.repository, directory)):
+        return read_target_facts(directory, stated)
+    return read_target_facts(target_dir(name))
+
+
+def _stated_weights(repository: str, directory: Path) -> dict[str, FileFacts]:
+    """{} where the Hub is away, or keeps a weight file in git itself and so without a sha256."""
+    from huggingface_hub import HfApi
+
+    files = _weight_files(directory, "all")
+    try:
+        found = HfApi().get_paths_info(repository, files, revision=directory.name)
+    except Exception:  # whatever the HTTP client raises: the weights may be in the cache, and else that says why not
+        return {}
+    stated = {info.path: FileFacts(info.lfs.size, info.lfs.sha256) for info in found if getattr(info, "lfs", None)}
+    return stated if len(stated) == len(files) else {}
+
+
 def _weight_files(directory: Path, weights: Weights) -> list[str]:
     """The shards its index names, else the one file."""
     index = directory / SAFETENSORS_INDEX
@@ -107,11 +130,12 @@ def _fetch(hub: HubName, files: list[str]) -> Path:
             "SF-HUB-NOT-FOUND", f"{hub.repository} has no branch, tag or commit {hub.revision!r}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        lacking = "its configuration" if files is _SMALL_FILES else ", ".join(files[:3]) + (" …" if files[3:] else "")
         raise HostError(
             "SF-HUB-OFFLINE",
             f"{hub} is not a directory here, the Hugging Face Hub does not answer, and its cache on this machine lacks "
-            f"{', '.join(files[:3])}{' …' if len(files) > 3 else ''} of it. Download it where there is a network (hf download "
-            f"{hub.repository}), set HF_ENDPOINT to a mirror, or give model.target a directory",
+            f"{lacking}. Download it where there is a network (hf download {hub.repository}), set HF_ENDPOINT to a mirror, or give "
+            "model.target a directory",
         ) from error
     except Exception as error:  # the HTTP client's errors, which have changed their home, and those of a full disk
         raise HostError("SF-HUB-DOWNLOAD", f"{hub} could not be downloaded: {error}") from error

@@ -9,7 +9,7 @@ from specfleet.config.strategies import Eagle3Section
 from specfleet.contracts.errors import DataError
 from specfleet.contracts.ids import check_run_id, new_run_id
 from specfleet.data.demo import resolve_builtin
-from specfleet.target.hub import pinned_target, target_dir
+from specfleet.target.hub import pinned_target, target_dir, target_facts
 from specfleet.wire.run_pb2 import SubmitRunRequest
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def submission(
 
     prompt_sets: where a prompt set is written when the configuration names conversations; default: beside the runs.
     """
-    from specfleet.target.facts import build_contract, read_target_facts
+    from specfleet.target.facts import build_contract
 
     prompt_set = None
     if config.data.source == "features":
         config, prompt_set = _recorded(config, report)
-    contract = build_contract(config, read_target_facts(target_dir(config.model.target)))
+    contract = build_contract(config, target_facts(config.model.target))
     if not config.records:
         _check_draft(config)
     if prompt_set is None:
