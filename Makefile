@@ -14,7 +14,7 @@ help:
 	@echo "make test    unit, integration and chaos tests against real services"
 	@echo "make sglang  only set up .venv-sglang: a real SGLang server for a machine without a GPU"
 	@echo "make test-sglang SGLANG_PYTHON=PATH"
-	@echo "             the capture plugin's tests with the SGLang of that interpreter (docs/sglang.md)"
+	@echo "             the tests of capture with the SGLang of that interpreter (docs/sglang.md)"
 	@echo "make lint    ruff, mypy, buf (lint, breaking, generated code up to date)"
 	@echo "make proto   regenerate shared/specfleet/wire from protos"
 	@echo "make bench   the benchmarks that run without a GPU"
@@ -48,7 +48,7 @@ test: .venv/.dev.stamp .venv-sglang/.stamp
 
 test-sglang: .venv/.dev.stamp
 	SPECFLEET_SGLANG_PYTHON=$(abspath $(SGLANG_PYTHON)) \
-	$(BIN)/pytest tests/integration/test_sglang_plugin.py tests/integration/test_sglang_patch.py $(PYTEST_ARGS)
+	$(BIN)/pytest $(addprefix tests/integration/test_sglang_,plugin.py patch.py capture.py) $(PYTEST_ARGS)
 
 lint: .venv/.dev.stamp
 	$(BIN)/ruff check .

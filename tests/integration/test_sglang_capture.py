@@ -14,6 +14,7 @@ from fixtures.capture_site import LAYERS, CaptureSite, contract_of, prompts
 from fixtures.cutter import Cutter
 from fixtures.fake_capture_control import FakeCaptureControl
 from fixtures.net import NatsServer, free_port
+from fixtures.sglang import sglang_python
 from fixtures.tiny import make_tiny_target
 from transformers import AutoModelForCausalLM
 
@@ -116,7 +117,13 @@ def store_url(folder: Path) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(folder: Path, store_url: str, tiny_target: Path) -> AsyncIterator[Server]:
-    options = EngineOptions("sglang", device="cpu", store_url=store_url, sglang_log=str(folder / "sglang.log"))
+    options = EngineOptions(
+        "sglang",
+        device="cpu",
+        store_url=store_url,
+        sglang_python=sglang_python(),
+        sglang_log=str(folder / "sglang.log"),
+    )
     server = await start_server(options, contract_of(tiny_target, "sglang"))
     yield server
     await server.stop()
