@@ -177,6 +177,10 @@ def test_unknown_layouts_and_foreign_directories(tmp_path: Path) -> None:
     assert caught.value.code == "SF-EXPORT-MISSING"
     export_draft(tiny_draft(), "sglang", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
+    sparse = {key: value for key, value in config.items() if key != "intermediate_size"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(sparse))
+    with pytest.raises(ExportError, match="does not say what 'intermediate_size' is"):
+        load_export(tmp_path / "out")
     del config["eagle_config"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ExportError) as caught:

@@ -45,7 +45,7 @@ class Draft(nn.Module, ABC):
     kind: ClassVar[str]
     """Name in the registry table (specfleet.drafts.registry)."""
     config: Any
-    """A frozen dataclass with `to_dict()`; `from_config(config.to_dict())` rebuilds the same architecture."""
+    """A frozen dataclass (DraftConfig) with `to_dict()`; `from_config(config.to_dict())` rebuilds the same architecture."""
 
     @classmethod
     @abstractmethod

@@ -9,9 +9,8 @@ Slot j stands at position a + j. It predicts the token at its own position (slot
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,32 +19,23 @@ from torch.nn import functional
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Draft, Drafter, Pick, likeliest
 from specfleet.drafts.block_attention import block_attention
-from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope, Rotation, SwiGLU
+from specfleet.drafts.config import DraftConfig
+from specfleet.drafts.layers import DecoderLayer, GroupedQueryProjections, RMSNorm, Rope, Rotation, SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """Sizes of a block draft. layer_ids: captured layers as "output of layer k". sliding_window: counts the slot itself."""
+class BlockConfig(DraftConfig):
+    """sliding_window: counts the slot itself."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
     num_layers: int
     block_size: int
-    layer_ids: tuple[int, ...]
     mask_token_id: int
     num_target_layers: int
-    max_position_embeddings: int
     layer_types: tuple[str, ...] = ()
     """Per layer "full_attention" or "sliding_attention"; empty: all full."""
     sliding_window: int = 0
     sample_from_anchor: bool = False
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
 
     @property
     def first_slot(self) -> int:
@@ -61,52 +51,26 @@ class BlockConfig:
         sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if sliding else None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layer_ids": list(self.layer_ids), "layer_types": list(self.layer_types)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises ConfigError SF-DRAFT-CONFIG on unknown or missing keys and on sizes that contradict one another."""
-        try:
-            tuples = {name: tuple(values.get(name, ())) for name in ("layer_ids", "layer_types")}
-            config = cls(**{**values, **tuples})
-        except TypeError as error:
-            unknown = sorted(set(values) - {field.name for field in fields(cls)})
-            raise ConfigError(
-                "SF-DRAFT-CONFIG", f"{cls.__name__} does not fit: {error}; unknown keys {unknown}"
-            ) from error
-        config.check()
-        return config
-
-    def check(self) -> None:
-        """Raises ConfigError SF-DRAFT-CONFIG."""
-        problems = []
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})"
-            )
-        if not self.layer_ids:
-            problems.append("layer_ids is empty")
+    def problems(self) -> list[str]:
+        found = super().problems()
         if self.block_size < 2:
-            problems.append(f"block_size ({self.block_size}) must be at least 2")
+            found.append(f"block_size ({self.block_size}) must be at least 2")
         if not 0 <= self.mask_token_id < self.vocab_size:
-            problems.append(f"mask_token_id ({self.mask_token_id}) must lie below vocab_size ({self.vocab_size})")
+            found.append(f"mask_token_id ({self.mask_token_id}) must lie below vocab_size ({self.vocab_size})")
         if self.layer_types and (
             len(self.layer_types) != self.num_layers
             or not set(self.layer_types) <= {"full_attention", "sliding_attention"}
         ):
-            problems.append(
+            found.append(
                 f"layer_types {list(self.layer_types)} must name full_attention or sliding_attention for each of "
                 f"{self.num_layers} layers"
             )
         if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size:
-            problems.append(
+            found.append(
                 f"sliding_window ({self.sliding_window}) must be at least block_size ({self.block_size}): engines would trim "
                 "the block itself"
             )
-        if problems:
-            raise ConfigError("SF-DRAFT-CONFIG", f"{type(self).__name__}: {'; '.join(problems)}")
+        return found
 
 
 class NormedAttention(GroupedQueryProjections):
@@ -131,19 +95,10 @@ class NormedAttention(GroupedQueryProjections):
         return keys, self.v_proj(x_RD).unflatten(-1, (-1, self.head_dim))
 
 
-class BlockLayer(nn.Module):
-    """A pre-norm decoder layer over slots; the context's keys and values come from outside."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = NormedAttention(config)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def finish(self, hidden_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
-        hidden_RH = hidden_RH + self.self_attn.o_proj(attended_RNd.flatten(1))
-        return hidden_RH + self.mlp(self.post_attention_layernorm(hidden_RH))
+def _layer(config: BlockConfig) -> DecoderLayer:
+    """Attention is over slots; the context's keys and values come from outside."""
+    size = config.hidden_size
+    return DecoderLayer(size, config.rms_norm_eps, NormedAttention(config), SwiGLU(size, config.intermediate_size))
 
 
 class BlockDraft(Draft):
@@ -156,7 +111,7 @@ class BlockDraft(Draft):
         self.config = config
         self.fc = nn.Linear(len(config.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         for module in self.modules():

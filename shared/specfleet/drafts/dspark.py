@@ -34,17 +34,15 @@ class DSparkConfig(BlockConfig):
     confidence_with_markov: bool = True
     """Whether the confidence head sees W₁[y] beside the slot's output."""
 
-    def check(self) -> None:
-        super().check()
-        problems = []
+    def problems(self) -> list[str]:
+        found = super().problems()
         if not self.sample_from_anchor:
-            problems.append("sample_from_anchor must be true: the anchor slot of a DSpark block predicts")
+            found.append("sample_from_anchor must be true: the anchor slot of a DSpark block predicts")
         if self.markov_head not in MARKOV_HEADS:
-            problems.append(f"markov_head {self.markov_head!r} must be one of {', '.join(MARKOV_HEADS)}")
+            found.append(f"markov_head {self.markov_head!r} must be one of {', '.join(MARKOV_HEADS)}")
         if self.markov_rank < 1:
-            problems.append(f"markov_rank ({self.markov_rank}) must be at least 1")
-        if problems:
-            raise ConfigError("SF-DRAFT-CONFIG", f"{type(self).__name__}: {'; '.join(problems)}")
+            found.append(f"markov_rank ({self.markov_rank}) must be at least 1")
+        return found
 
 
 class MarkovHead(nn.Module):

@@ -35,16 +35,16 @@ class Eagle3Config(EagleSizes):
     """Experimental: experts in the MLP; 0: dense."""
     experts_per_token: int = 2
 
-    def check(self) -> None:
-        super().check()
+    def problems(self) -> list[str]:
+        found = super().problems()
         if not self.own_head and (
             self.draft_vocab_size < self.vocab_size or self.target_hidden_size != self.hidden_size
         ):
-            raise ConfigError(
-                "SF-DRAFT-CONFIG",
+            found.append(
                 f"a draft with the target's head needs its vocabulary and width: draft_vocab_size {self.draft_vocab_size} and "
-                f"hidden_size {self.hidden_size}, the target has {self.vocab_size} and {self.target_hidden_size}",
+                f"hidden_size {self.hidden_size}, the target has {self.vocab_size} and {self.target_hidden_size}"
             )
+        return found
 
 
 class Eagle3Draft(EagleDraft):

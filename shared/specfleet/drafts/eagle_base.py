@@ -1,96 +1,55 @@
 """What the drafts of the EAGLE family share: sizes, the layer over [embedding, feature], the draft vocabulary."""
 
 from abc import ABC
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Draft
-from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rope
+from specfleet.drafts.config import DraftConfig
+from specfleet.drafts.layers import DecoderLayer, GroupedQueryProjections, RMSNorm, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSizes:
-    """Sizes of a draft of the family. layer_ids: captured layers as "output of layer k"."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
+class EagleSizes(DraftConfig):
     draft_vocab_size: int
     target_hidden_size: int
-    layer_ids: tuple[int, ...]
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
 
     @property
     def num_aux(self) -> int:
         return len(self.layer_ids)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layer_ids": list(self.layer_ids)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises ConfigError SF-DRAFT-CONFIG on unknown or missing keys and on sizes that contradict one another."""
-        try:
-            config = cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
-        except (TypeError, KeyError) as error:
-            unknown = sorted(set(values) - {field.name for field in fields(cls)})
-            raise ConfigError(
-                "SF-DRAFT-CONFIG", f"{cls.__name__} does not fit: {error}; unknown keys {unknown}"
-            ) from error
-        config.check()
-        return config
-
-    def check(self) -> None:
-        """Raises ConfigError SF-DRAFT-CONFIG."""
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                "SF-DRAFT-CONFIG",
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})",
-            )
+    def problems(self) -> list[str]:
+        found = super().problems()
         if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise ConfigError(
-                "SF-DRAFT-CONFIG",
-                f"draft_vocab_size ({self.draft_vocab_size}) must lie between 1 and vocab_size ({self.vocab_size})",
+            found.append(
+                f"draft_vocab_size ({self.draft_vocab_size}) must lie between 1 and vocab_size ({self.vocab_size})"
             )
+        return found
 
 
-class EagleLayer(nn.Module):
-    """A pre-norm decoder layer whose attention reads [normed embedding, normed feature].
+class EagleLayer(DecoderLayer):
+    """A decoder layer whose attention reads [normed embedding, normed feature].
 
     Its residual is the feature: raw, or with norm_before_residual the normed one.
     """
 
     def __init__(self, sizes: EagleSizes, mlp: nn.Module, *, norm_before_residual: bool = False) -> None:
-        super().__init__()
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.self_attn = GroupedQueryProjections(
+        attention = GroupedQueryProjections(
             2 * size, size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         )
-        self.mlp = mlp
+        super().__init__(size, eps, attention, mlp)
+        self.hidden_norm = RMSNorm(size, eps)
         self.norm_before_residual = norm_before_residual
 
     def attention_input(self, embedding_RH: torch.Tensor, feature_RH: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.input_layernorm(embedding_RH), self.hidden_norm(feature_RH)), dim=-1)
 
     def finish(self, feature_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
-        residual = self.hidden_norm(feature_RH) if self.norm_before_residual else feature_RH
-        hidden = residual + self.self_attn.o_proj(attended_RNd.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return super().finish(self.hidden_norm(feature_RH) if self.norm_before_residual else feature_RH, attended_RNd)
 
 
 class EagleDraft(Draft, ABC):

@@ -79,6 +79,22 @@ class GroupedQueryProjections(nn.Module):
         return keys, self.v_proj(x_RD).unflatten(-1, (-1, self.head_dim))
 
 
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer. Whoever attends to what is outside: it gets projections and hands the attended rows back."""
+
+    def __init__(self, size: int, eps: float, attention: GroupedQueryProjections, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn = attention
+        self.mlp = mlp
+
+    def finish(self, residual_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
+        """What follows the attention."""
+        hidden_RH = residual_RH + self.self_attn.o_proj(attended_RNd.flatten(1))
+        return hidden_RH + self.mlp(self.post_attention_layernorm(hidden_RH))
+
+
 class Rotation:
     """Cosines and sines of R positions, ready to rotate [R, heads, d] (halves layout, as in Llama)."""
 

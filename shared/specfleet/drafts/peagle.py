@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.base import Drafter, Pick, likeliest
 from specfleet.drafts.eagle_base import EagleDraft, EagleLayer, EagleSizes
 from specfleet.drafts.kv_cache import KeyValueCache
-from specfleet.drafts.layers import GroupedQueryProjections, RMSNorm, Rotation, SwiGLU
+from specfleet.drafts.layers import DecoderLayer, GroupedQueryProjections, RMSNorm, Rotation, SwiGLU
 from specfleet.drafts.ttt_attention import ttt_attention
 
 
@@ -32,32 +31,13 @@ class PEagleConfig(EagleSizes):
     """The token placeholder elements read; serving must use the same one."""
     norm_before_residual: bool = False
 
-    def check(self) -> None:
-        super().check()
-        if self.num_layers < 1 or self.num_depths < 1 or not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError(
-                "SF-DRAFT-CONFIG",
-                f"num_layers ({self.num_layers}) and num_depths ({self.num_depths}) must be at least 1, and mask_token_id "
-                f"({self.mask_token_id}) one of the {self.vocab_size} target ids",
-            )
-
-
-class LlamaLayer(nn.Module):
-    """An ordinary pre-norm decoder layer."""
-
-    def __init__(self, sizes: EagleSizes) -> None:
-        super().__init__()
-        size, eps = sizes.hidden_size, sizes.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.self_attn = GroupedQueryProjections(
-            size, size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-        )
-        self.mlp = SwiGLU(size, sizes.intermediate_size)
-
-    def finish(self, hidden_RH: torch.Tensor, attended_RNd: torch.Tensor) -> torch.Tensor:
-        hidden = hidden_RH + self.self_attn.o_proj(attended_RNd.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.num_layers < 1 or self.num_depths < 1:
+            found.append(f"num_layers ({self.num_layers}) and num_depths ({self.num_depths}) must be at least 1")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            found.append(f"mask_token_id ({self.mask_token_id}) must be one of the {self.vocab_size} target ids")
+        return found
 
 
 class PEagleDraft(EagleDraft):
@@ -73,12 +53,8 @@ class PEagleDraft(EagleDraft):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, aux_size))
-        first = EagleLayer(
-            config,
-            SwiGLU(config.hidden_size, config.intermediate_size),
-            norm_before_residual=config.norm_before_residual,
-        )
-        self.layers = nn.ModuleList([first, *(LlamaLayer(config) for _ in range(config.num_layers - 1))])
+        first = EagleLayer(config, _mlp(config), norm_before_residual=config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(_layer(config) for _ in range(config.num_layers - 1))])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._add_vocabulary(saved=True)
@@ -194,6 +170,19 @@ class PEagleDraft(EagleDraft):
             guesses = self.target_ids(self.logits(output).argmax(-1))
             hits[chains[depth], depth] = guesses == flat_ids[chains[depth] + 2 + depth]
         return hits.view(batch, length, k).cummin(-1).values
+
+
+def _layer(config: PEagleConfig) -> DecoderLayer:
+    """An ordinary layer, behind the first."""
+    size = config.hidden_size
+    attention = GroupedQueryProjections(
+        size, size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    )
+    return DecoderLayer(size, config.rms_norm_eps, attention, _mlp(config))
+
+
+def _mlp(config: PEagleConfig) -> SwiGLU:
+    return SwiGLU(config.hidden_size, config.intermediate_size)
 
 
 class PEagleDrafter(Drafter):

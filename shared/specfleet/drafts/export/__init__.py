@@ -94,8 +94,12 @@ def load_export(directory: str | Path) -> Draft:
     except Exception as error:  # safetensors raises its own untyped error for foreign files
         raise ExportError("SF-EXPORT-MISSING", f"{folder} is not a readable export: {error}") from error
     tensors = {layout.current_name(name): tensor for name, tensor in tensors.items()}
-    check_against_table(tensors, layout.table(config), str(folder))
-    draft = build_draft(layout.kind, layout.parse(config))
+    try:
+        table, sizes = layout.table(config), layout.parse(config)
+    except KeyError as error:
+        raise ExportError("SF-EXPORT-UNKNOWN", f"{folder / 'config.json'} does not say what {error} is") from error
+    check_against_table(tensors, table, str(folder))
+    draft = build_draft(layout.kind, sizes)
     if "embed_tokens.weight" not in draft.state_dict():
         tensors.pop("embed_tokens.weight", None)  # the decoder brings the target's
     draft.load_state_dict({layout.module_name(name): tensor for name, tensor in tensors.items()}, strict=True)

@@ -10,7 +10,7 @@ import torch
 
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.block import BlockConfig
-from specfleet.drafts.export.layout import parse_rope, rope_keys
+from specfleet.drafts.export.decoder import describe_sizes, layer_table, parse_sizes
 from specfleet.drafts.export.tables import Expected, Table
 
 
@@ -21,11 +21,7 @@ def describe_backbone(config: BlockConfig, dtype: torch.dtype, architecture: str
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **describe_sizes(config, dtype),
         "num_hidden_layers": config.num_layers,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
@@ -34,15 +30,7 @@ def describe_backbone(config: BlockConfig, dtype: torch.dtype, architecture: str
         "sliding_window": config.sliding_window if sliding else None,
         # transformers derives layer types from it where it does not read them.
         "max_window_layers": config.num_layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": config.max_position_embeddings,
-        **rope_keys(config.rope_theta, config.rope_scaling),
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.layer_ids)},
     }
 
@@ -60,35 +48,25 @@ def parse_backbone(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         return value
 
-    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     types = list(config.get("layer_types") or []) if config.get("use_sliding_window", True) else []
     if set(types) <= {"full_attention"}:
         types = []
     return {
-        "hidden_size": hidden,
-        "intermediate_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "vocab_size": config["vocab_size"],
-        "num_layers": layers,
+        **parse_sizes(config, default_eps=1e-6),
+        "num_layers": config["num_hidden_layers"],
         "block_size": need("block_size"),
         "layer_ids": list(need("target_layer_ids")),
         "mask_token_id": need("mask_token_id"),
         "num_target_layers": need("num_target_layers"),
-        "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "layer_types": types,
         "sliding_window": (config.get("sliding_window") or 0) if types else 0,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        **parse_rope(config),
     }
 
 
 def backbone_table(config: Mapping[str, Any], *, embedding: bool = False) -> Table:
     """Tensors of the backbone for a config.json. embedding: the loader takes the target's, and may find a copy here."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads, inner = config.get("num_key_value_heads", heads), config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // heads
+    hidden = config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     nested = config.get("dflash_config") or {}
     num_aux = len(nested.get("target_layer_ids") or config.get("target_layer_ids") or ())
     table = {
@@ -96,21 +74,10 @@ def backbone_table(config: Mapping[str, Any], *, embedding: bool = False) -> Tab
         "hidden_norm.weight": Expected((hidden,)),
         "norm.weight": Expected((hidden,)),
     }
-    shapes = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (heads * head_dim, hidden),
-        "self_attn.k_proj": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj": (hidden, heads * head_dim),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        table |= {f"layers.{layer}.{name}.weight": Expected(shape) for name, shape in shapes.items()}
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"layers.{index}"
+        table |= layer_table(config, prefix, hidden)
+        table |= {f"{prefix}.self_attn.{name}.weight": Expected((head_dim,)) for name in ("q_norm", "k_norm")}
     if embedding:
         table["embed_tokens.weight"] = Expected((config["vocab_size"], hidden), required=False)
     return table

@@ -13,7 +13,8 @@ import torch
 from specfleet.contracts.errors import ExportError
 from specfleet.drafts.eagle3 import Eagle3Config
 from specfleet.drafts.eagle_base import EagleSizes
-from specfleet.drafts.export.layout import Layout, parse_rope, rope_keys
+from specfleet.drafts.export.decoder import describe_sizes, layer_table, parse_sizes
+from specfleet.drafts.export.layout import Layout
 from specfleet.drafts.export.tables import Expected, Table
 from specfleet.drafts.peagle import PEagleConfig
 from specfleet.drafts.warm_start import PRODUCER
@@ -37,42 +38,21 @@ def _describe(sizes: EagleSizes, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": [_ARCHITECTURE],
         "model_type": "llama",
         "producer": PRODUCER,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_key_value_heads": sizes.num_key_value_heads,
-        "head_dim": sizes.head_dim,
+        **describe_sizes(sizes, dtype),
         "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "attention_bias": False,
         "mlp_bias": False,
-        "vocab_size": sizes.vocab_size,
         "draft_vocab_size": sizes.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        **rope_keys(sizes.rope_theta, sizes.rope_scaling),
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "target_hidden_size": sizes.target_hidden_size,
         "num_aux_hidden_states": sizes.num_aux,
     }
 
 
 def _parse(config: Mapping[str, Any], layer_ids: list[int]) -> dict[str, Any]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return {
-        "hidden_size": hidden,
-        "intermediate_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "vocab_size": config["vocab_size"],
+        **parse_sizes(config, default_eps=1e-5),
         "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
-        "target_hidden_size": config.get("target_hidden_size") or hidden,
+        "target_hidden_size": config.get("target_hidden_size") or config["hidden_size"],
         "layer_ids": layer_ids,
-        "max_position_embeddings": config.get("max_position_embeddings", 2048),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
-        **parse_rope(config),
     }
 
 
@@ -134,31 +114,13 @@ def _parse_peagle(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer_table(config: Mapping[str, Any], prefix: str, width: int) -> Table:
-    """A decoder layer whose attention reads `width` numbers per row."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads, inner = config.get("num_key_value_heads", heads), config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    return {
-        f"{prefix}.input_layernorm.weight": Expected((hidden,)),
-        f"{prefix}.post_attention_layernorm.weight": Expected((hidden,)),
-        f"{prefix}.self_attn.q_proj.weight": Expected((heads * head_dim, width)),
-        f"{prefix}.self_attn.k_proj.weight": Expected((kv_heads * head_dim, width)),
-        f"{prefix}.self_attn.v_proj.weight": Expected((kv_heads * head_dim, width)),
-        f"{prefix}.self_attn.o_proj.weight": Expected((hidden, heads * head_dim)),
-        f"{prefix}.mlp.gate_proj.weight": Expected((inner, hidden)),
-        f"{prefix}.mlp.up_proj.weight": Expected((inner, hidden)),
-        f"{prefix}.mlp.down_proj.weight": Expected((hidden, inner)),
-    }
-
-
 def _table(config: Mapping[str, Any], layer: str) -> Table:
     """What every draft of the family has. layer: prefix of its first decoder layer."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     aux_size, num_aux = config.get("target_hidden_size") or hidden, config.get("num_aux_hidden_states") or 3
     table = {
         "fc.weight": Expected((hidden, num_aux * aux_size)),
-        **_layer_table(config, layer, 2 * hidden),
+        **layer_table(config, layer, 2 * hidden),
         f"{layer}.hidden_norm.weight": Expected((hidden,)),
         "norm.weight": Expected((hidden,)),
     }
@@ -179,7 +141,7 @@ def _embedding(config: Mapping[str, Any], *, required: bool) -> Table:
 def _peagle_table(config: Mapping[str, Any]) -> Table:
     table = _table(config, "layers.0") | _embedding(config, required=True)
     for index in range(1, config["num_hidden_layers"]):
-        table |= _layer_table(config, f"layers.{index}", config["hidden_size"])
+        table |= layer_table(config, f"layers.{index}", config["hidden_size"])
     table["mask_hidden"] = Expected((1, 1, table["fc.weight"].shape[1]))
     return table
 

@@ -45,22 +45,3 @@ class Layout:
             if name.startswith(outside):
                 return inside + name.removeprefix(outside)
         return name
-
-
-def rope_keys(theta: float, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Both schemas: engines built on transformers 4 read the first two keys, those on 5 the third."""
-    plain = dict(scaling) if scaling else None
-    return {
-        "rope_theta": theta,
-        "rope_scaling": plain,
-        "rope_parameters": {"rope_type": "default", **(plain or {}), "rope_theta": theta},
-    }
-
-
-def parse_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling (None: unscaled) of a draft config, from either schema."""
-    rope = dict(config.get("rope_parameters") or {})
-    scaling = rope or dict(config.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
