@@ -26,7 +26,9 @@ def main() -> None:
         if error.ctx is None or message == error.ctx.get_help():  # a group without a command
             print(message, file=sys.stderr)
             sys.exit(error.exit_code)
-        _end(ConfigError("SF-CTL-USAGE", f"{' '.join(message.split())} Try {error.ctx.command_path} --help"))
+        line = " ".join(message.split())
+        stop = "" if line.endswith((".", "?")) else "."
+        _end(ConfigError("SF-CTL-USAGE", f"{line}{stop} Try {error.ctx.command_path} --help"))
     except BrokenPipeError:
         # The reader (head, less) has gone; keep the interpreter from complaining while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -250,8 +250,10 @@ class Worker:
                 return None  # only the loading was cancelled: the worker stops
             except Exception as error:
                 # Whatever a model file or a library raises: this worker cannot serve now, and stays visible saying why.
-                self._trouble = f"cannot load {contract.target}: {type(error).__name__}: {error}"
-                log.exception("engine did not load", target=contract.target)
+                expected = isinstance(error, SpecfleetError)
+                reason = str(error) if expected else f"{type(error).__name__}: {error}"
+                self._trouble = f"cannot load {contract.target}: {reason}"
+                log.error("engine did not load", target=contract.target, reason=reason, exc_info=not expected)
                 self._setbacks += 1
                 continue
             finally:
