@@ -34,12 +34,13 @@ from specfleet.data.prepare import PrepareOptions, prepare_prompt_set
 from specfleet.drafts.export import load_export
 from specfleet.gate.rows import select_rows
 from specfleet.gate.serving import serving_depth, serving_dtype
+from specfleet.sglang.client import SGLangClient
 from specfleet.sglang.interpreter import find_python, sglang_version
 from specfleet.sglang.launch import Server
 from specfleet.sglang.speculation import ALGORITHMS, speculating, why_not_served
 from specfleet.trainer.device import pick_device
 
-# What a call without --resume begins anew. Prompt sets and the tiny target would only be made the same again.
+# What a call without --resume begins anew, the result last. Prompt sets and the tiny target would only be made the same again.
 BEGUN = ("stack", "runs", "features", "gate", "answers", "logs", FILE)
 
 
@@ -86,6 +87,15 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def begin_anew(work: Path) -> None:
+    """Removes what an earlier call left. Raises SystemExit when the folder holds anything of that name without its result."""
+    there = [work / name for name in BEGUN if (work / name).exists()]
+    if there and not (work / FILE).exists():
+        raise SystemExit(f"{there[0]} is not from this benchmark and is left alone: choose another --work")
+    for path in there:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 class Bench:
     """Two halves: from prompts to exported drafts, and serving them."""
 
@@ -93,9 +103,7 @@ class Bench:
         self.args, self.device = args, pick_device(args.device, 0)
         self.work: Path = args.work.resolve()
         if not args.resume:
-            for name in BEGUN:
-                path = self.work / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            begin_anew(self.work)
         self.answers = self.work / "answers"
         target = Path(resolve_builtin(args.target)).resolve()
         data = str(Path(resolve_builtin(args.data)).resolve())
@@ -156,7 +164,7 @@ class Bench:
                 serving = serving_of(
                     self.job.target, export, self.device.type, self.dtype, self._depth(name), self.args.new_tokens
                 )
-                result["reference"][name] = judge(self.rows, told, plain, serving)
+                result["reference"][name] = judge(self.rows, told, plain, serving, result["engine"])
                 result["offline"][name] = estimate(
                     self.job.target, export, self.held_out.path, self._depth(name), self.args.estimate_rows,
                     self.device.type, self.work / "gate" / name,
@@ -166,6 +174,8 @@ class Bench:
         result = self.result
         with result.phase("servers up"):
             servers = await self._start({name for _, name in missing})
+            async with SGLangClient(next(iter(servers.values())).url) as client:
+                result["engine"] = f"SGLang {(await client.facts()).version}"
         try:
             for concurrency, name in missing:
                 with result.phase(f"serving {name}, {concurrency} at a time"):

@@ -25,7 +25,11 @@ def estimate(
 
 
 def judge(
-    rows: Sequence[EvalRow], told: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], serving: Serving
+    rows: Sequence[EvalRow],
+    told: Sequence[dict[str, Any]],
+    plain: Sequence[dict[str, Any]],
+    serving: Serving,
+    engine: str,
 ) -> dict[str, Any]:
     """told, plain: the answers with the draft and without, source by source (measure.measure).
 
@@ -33,7 +37,7 @@ def judge(
     """
     ordered = sorted(rows, key=lambda row: row.source)
     answers = [Served(row=row, **item) for row, item in zip(ordered, told, strict=True)]
-    report = {"engine": "SGLang", **compare(answers, load_export(serving.export_dir), serving)}
+    report = {"engine": engine, **compare(answers, load_export(serving.export_dir), serving)}
     check = check_served(report)
     found = list(zip(report.pop("rows"), plain, strict=True))
     sources = {}

@@ -11,7 +11,7 @@ from typing import Any
 FILE = "result.json"
 # What was found in which half of the benchmark; each half has settings of its own.
 TRAINING = ("capture", "training", "exports")
-SERVING = ("graphs", "serving", "reference", "offline")
+SERVING = ("engine", "graphs", "serving", "reference", "offline")
 
 
 class Results(dict[str, Any]):
@@ -33,6 +33,7 @@ class Results(dict[str, Any]):
                 before |= {name: {} for name in SERVING}
             self.update(before)
         self.update({**facts, "identity": identity})
+        self.save()
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)

@@ -38,7 +38,8 @@ def _rate(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str
     if row is None:
         return ""
     gain = f" ({row['tokens_per_s'] / plain['tokens_per_s']:.2f}x)" if plain else ""
-    return f"{row['tokens_per_s']:,.0f}{gain}"
+    rate = row["tokens_per_s"]
+    return f"{rate:,.{0 if rate >= 100 else 1}f}{gain}"
 
 
 def _acceptance(result: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fixtures.gate_case import make_gate_case
 
+from benchmarks.serving.__main__ import begin_anew
 from benchmarks.serving.measure import total, with_rates
 from benchmarks.serving.product import Job, run_id
 from benchmarks.serving.reference import judge, serving_of
@@ -50,7 +51,9 @@ def test_served_text_is_judged_by_source(tiny_target: Path, tmp_path: Path) -> N
     rows = [EvalRow(name, name, "length", TextRow([*prompt, 1, 1], len(prompt)), loops=False) for name in ("b", "a")]
     right: dict[str, Any] = {"ids": decoded.ids, "finish": "length", "rounds": len(decoded.committed), "histogram": []}
     other = {**right, "ids": [*decoded.ids[:-1], (decoded.ids[-1] + 1) % 384]}
-    told = judge(rows, [right, other], [right, right], serving_of(case.target, export, "cpu", "float32", 3, 12))
+    told = judge(
+        rows, [right, other], [right, right], serving_of(case.target, export, "cpu", "float32", 3, 12), "SGLang 0"
+    )
     assert [told["sources"][name]["equal_to_plain"] for name in ("a", "b")] == [1, 0]
     assert (told["sources"]["a"]["differences"], told["sources"]["b"]["differences"]) == (0, 1)
     assert told["sources"]["a"]["acceptance_length"] == round(decoded.acceptance_length, 4)
@@ -74,6 +77,15 @@ def test_resume_keeps_each_half_under_its_own_settings(tmp_path: Path) -> None:
     assert (again["training"], again["serving"]) == (first["training"], {})
     with pytest.raises(SystemExit, match="other settings"):
         results(2, 1)
+
+
+def test_only_its_own_folders_are_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(SystemExit, match="left alone"):
+        begin_anew(tmp_path)
+    (tmp_path / "result.json").touch()
+    begin_anew(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_table_shows_what_there_is() -> None:
