@@ -171,6 +171,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_wrong(monkeypatch:
     samples = random_samples([30])
     samples[0]["teacher_argmax"] = torch.full((30,), 3, dtype=torch.int32)  # 3 = draft id 1, in the vocabulary
     samples[0]["teacher_argmax"][20:] = 4  # not in it
+    samples[0]["teacher_argmax"][10] = 4
     prepared = strategy.prepare(strategy.collate(samples))
     draft = strategy.draft
     assert isinstance(draft, Eagle3Draft)
@@ -180,12 +181,13 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_wrong(monkeypatch:
         draft.lm_head.weight[1] = 1.0
     monkeypatch.setattr(draft.midlayer, "finish", lambda feature, attended: torch.ones_like(feature))
     objective = strategy.objective(prepared)
-    # Rows 2 … 27 of step 0 are judged by teacher rows 3 … 28, of which 3 … 19 are in the vocabulary.
-    assert [float(x) for x in objective.metrics["acc_0"]] == [17.0, 26.0]
-    assert float(prepared.denominators["step_0"]) == 17.0
-    # Step 1: rows 2 … 26, teacher rows 4 … 28; 4 … 19 right. A rollout right twice is worth 3, once 2, else 1.
-    assert [float(x) for x in objective.metrics["acc_1"]] == [16.0, 25.0]
-    assert [float(x) for x in objective.metrics["tau_greedy"]] == [26.0 + 17.0 + 16.0, 26.0]
+    # Rows 2 … 27 of step 0 are judged by teacher rows 3 … 28, of which 3 … 19 but 10 are in the vocabulary.
+    assert [float(x) for x in objective.metrics["acc_0"]] == [16.0, 26.0]
+    assert float(prepared.denominators["step_0"]) == 16.0
+    # Step 1: rows 2 … 26, teacher rows 4 … 28; 4 … 19 but 10 right. A rollout right twice is worth 3, once 2, else 1: row 8 is
+    # right only at first, and row 9 only at second, where it no longer counts.
+    assert [float(x) for x in objective.metrics["acc_1"]] == [15.0, 25.0]
+    assert [float(x) for x in objective.metrics["tau_greedy"]] == [26.0 + 16.0 + 14.0, 26.0]
 
 
 def test_identity_names_what_a_resumed_run_must_share() -> None:

@@ -111,6 +111,22 @@ def test_mean_over_elements_without_weights_per_depth() -> None:
     assert 1.0 <= float(objective.metrics["tau_prob"][0]) / 13.0 <= 5.0
 
 
+def test_a_chain_is_worth_its_leading_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that always says 3, and a target that does too but for teacher row 10."""
+    strategy = _strategy(torch.float32, keep_ratio=1.0, keep_ratio_min=1.0)
+    samples = _samples([30], torch.float32)
+    samples[0]["teacher_argmax"] = torch.full((30,), 3, dtype=torch.int32)  # 3 = draft id 1
+    samples[0]["teacher_argmax"][10] = 4  # not in the draft vocabulary
+    with torch.no_grad():
+        strategy.draft.lm_head.weight.zero_()
+        strategy.draft.lm_head.weight[1] = 1.0
+    monkeypatch.setattr(strategy.draft, "elements", lambda ids, aux, chains: [torch.ones(len(c), 32) for c in chains])
+    metrics = strategy.objective(strategy.prepare(strategy.collate(samples))).metrics
+    # Anchors 2 … 24 reach depth 3, judged by rows a + 1 … a + 4; those of 6, 7, 8, 9 are right up to row 10.
+    assert [float(x) for x in metrics["tau_greedy"]] == [23.0 + 19 * 4 + 3 + 2 + 1 + 0, 23.0]
+    assert [float(x) for x in metrics["acc_0"]] == [25.0, 26.0]
+
+
 def test_runs_in_bf16_close_to_fp32() -> None:
     # The whole vocabulary: rounding may move a teacher's choice in or out of a reduced one.
     drafts = [tiny_peagle(draft_vocab_size=384, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
