@@ -125,6 +125,7 @@ def test_an_answer_learnt_by_heart_is_accepted_whole(case: str, targets: TARGETS
         return decode_greedy(target, drafter, overfit.PROMPT, new_tokens, K)
 
     assert decode(draft).acceptance_length < 2.0
+    torch.manual_seed(0)
     overfit.learn(strategy, sample, steps=120, lr=1e-2)
     decoded = decode(draft)
     assert overfit.PROMPT + decoded.ids == text
