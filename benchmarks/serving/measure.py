@@ -14,6 +14,8 @@ from specfleet.sglang.launch import Server, ServerOptions
 
 # Room for guesses behind an answer, and for what SGLang keeps free of its context.
 HEADROOM = 64
+# Loading, kernels compiled for the first time, graphs: two minutes are normal on a GPU, and on a busy CPU.
+START_S = 300.0
 # Kernels for a batch are compiled when it first comes.
 WARM_TOKENS = 32
 # What is kept of an answer beside its row.
@@ -49,10 +51,15 @@ async def start(python: str, options: Mapping[str, ServerOptions], logs: Path, g
         name: Server(python, replace(chosen, decode_graphs=graphs), logs / f"sglang-{name}.log")
         for name, chosen in options.items()
     }
-    ended = await asyncio.gather(*(server.start() for server in servers.values()), return_exceptions=True)
-    if failed := [error for error in ended if isinstance(error, BaseException)]:
+    starting = [asyncio.create_task(server.start(START_S)) for server in servers.values()]
+    try:
+        await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         await stop(servers)
-        raise failed[0]
+        raise
     return servers
 
 
