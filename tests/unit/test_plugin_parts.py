@@ -16,6 +16,7 @@ from specfleet.capture.sglang_plugin.versions import compare, functions_of, meas
 from specfleet.contracts.capture import feature_table
 from specfleet.contracts.errors import ConfigError, HostError, SpecfleetError
 from specfleet.contracts.ids import parse_sample_id
+from specfleet.sglang.patch import RELEASES
 from specfleet.wire.records_pb2 import CaptureContract
 
 TABLE = feature_table(CaptureContract(layers=[0, 2], final_state="post_norm", dtype="float32", hidden_size=4))
@@ -160,6 +161,7 @@ def test_a_changed_function_is_found(tmp_path: Path) -> None:
 
 
 def test_only_tested_versions() -> None:
+    assert tuple(TESTED) == RELEASES
     assert functions_of("0.5.14") == TESTED["0.5.14"]
     with pytest.raises(HostError) as error:
         functions_of("0.5.15")

@@ -195,16 +195,14 @@ def _accelerator(_: Path) -> Finding:
 
 def _sglang(_: Path) -> Finding:
     from specfleet.contracts.errors import HostError
-    from specfleet.sglang.interpreter import find_python
+    from specfleet.sglang.interpreter import find_python, sglang_version
 
+    given = os.environ.get("SPECFLEET_SGLANG_PYTHON", "")
     try:
-        python = find_python(os.environ.get("SPECFLEET_SGLANG_PYTHON", ""))
-    except HostError:
-        return Finding("sglang", "info", "not installed; the hf engine captures")
-    command = [python, "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    last = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    return Finding("sglang", "info", f"{last} in {python}")
+        python = find_python(given)
+        return Finding("sglang", "info", f"{sglang_version(python)} in {python}")
+    except HostError as error:
+        return Finding("sglang", "info", error.message if given else "not installed; the hf engine captures")
 
 
 # Checks that only the Mooncake store needs: with --store directory they do not count.
