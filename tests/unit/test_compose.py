@@ -97,6 +97,18 @@ def test_stop_grace_is_the_supervisors(services: dict[str, Any], site: Site) -> 
         assert services[service.name]["stop_grace_period"] == f"{service.grace_s:.0f}s", service.name
 
 
+def test_services_that_load_targets_share_one_cache_of_the_hub(services: dict[str, Any]) -> None:
+    for name in (CAPTURE, TRAINER, GATE):
+        folder = expanded(services[name]["environment"]["HF_HOME"])
+        assert any(folder.startswith(expanded(volume).split(":")[0] + "/") for volume in services[name]["volumes"]), (
+            name
+        )
+        # Set to nothing they would break every download; null passes the host's value on, where it has one.
+        assert [services[name]["environment"][key] for key in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")] == [
+            None
+        ] * 3
+
+
 def test_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert {COORDINATOR, GATE} <= set(published)
