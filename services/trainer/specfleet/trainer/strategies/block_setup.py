@@ -1,6 +1,5 @@
 """What strategies of block drafts set up alike: sizes, mask token, the frozen embedding and head, how batches are drawn."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from specfleet.drafts.warm_start import stated_mask_token, warm_start
 from specfleet.target.dtypes import compute_dtype
 from specfleet.target.mask_token import resolve_mask_token
 from specfleet.target.weights import load_embedding, load_raw_head, read_text_config
-from specfleet.trainer.strategies.base import Prepared
+from specfleet.trainer.strategies.base import Prepared, Strategy
 from specfleet.trainer.strategies.block_batch import ON_HOST, BlockPlan
 from specfleet.wire.records_pb2 import CaptureContract
 
@@ -83,17 +82,28 @@ def place(
     return draft.to(device, dtype), *load_frozen(contract, target_dir, device, dtype)
 
 
-def prepare_blocks(batch: dict[str, torch.Tensor], device: torch.device, terms: Iterable[str]) -> Prepared:
-    """The batch on the device, but for tensors that steer the host: no micro-batch waits for the device. Its `denominator` is
-    that of every term."""
-    tensors = {name: x if name in ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
-    denominator = tensors.pop("denominator")
-    return Prepared(
-        tensors=tensors,
-        denominators={name: denominator for name in terms},
-        num_tokens=int(batch["num_tokens"]),
-        num_loss_tokens=int(batch["num_loss_tokens"]),
-    )
+class BlockStrategy(Strategy):
+    """What strategies of block drafts share but for batch and objective. All terms have the same denominator."""
+
+    def __init__(
+        self, section: BlockSection, draft: BlockDraft, embedding_VH: torch.Tensor, head_VH: torch.Tensor, seed: int
+    ) -> None:
+        """embedding_VH, head_VH: the target's, frozen. seed: of the blocks drawn."""
+        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
+        self._embedding = embedding_VH
+        self._head = head_VH
+
+    def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
+        """Tensors that steer the host stay there: no micro-batch waits for the device."""
+        device = self._embedding.device
+        tensors = {name: x if name in ON_HOST else x.to(device, non_blocking=True) for name, x in batch.items()}
+        denominator = tensors.pop("denominator")
+        return Prepared(
+            tensors=tensors,
+            denominators={name: denominator for name in self.term_weights},
+            num_tokens=int(batch["num_tokens"]),
+            num_loss_tokens=int(batch["num_loss_tokens"]),
+        )
 
 
 def block_identity(section: BlockSection, config: BlockConfig) -> dict[str, str]:

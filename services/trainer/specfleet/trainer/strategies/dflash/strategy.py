@@ -9,8 +9,8 @@ import torch
 from specfleet.config.models import RunConfig
 from specfleet.config.strategies import DFlashSection
 from specfleet.drafts.dflash import DFlashDraft
-from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
+from specfleet.trainer.strategies.base import Objective, Prepared
+from specfleet.trainer.strategies.block_setup import BlockStrategy, backbone_config, block_identity, place
 from specfleet.trainer.strategies.dflash.batch import collate
 from specfleet.trainer.strategies.dflash.objective import TERM, dflash_objective
 from specfleet.wire.records_pb2 import CaptureContract
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
 
 
-class DFlashStrategy(Strategy):
+class DFlashStrategy(BlockStrategy):
     """One term: the weighted mean of the slots' cross entropies (D-PACE: a sum per supervised slot or per sequence)."""
 
     draft: DFlashDraft
@@ -32,18 +32,13 @@ class DFlashStrategy(Strategy):
         head_VH: torch.Tensor,
         seed: int = 0,
     ) -> None:
+        super().__init__(section, draft, embedding_VH, head_VH, seed)
         self.draft = draft
         self.term_weights = {TERM: 1.0}
         self._section = section
-        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
-        self._embedding = embedding_VH
-        self._head = head_VH
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._plan, self._section)
-
-    def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        return prepare_blocks(batch, self._embedding.device, self.term_weights)
 
     def objective(self, prepared: Prepared) -> Objective:
         section = self._section

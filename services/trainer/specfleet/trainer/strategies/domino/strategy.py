@@ -9,8 +9,8 @@ import torch
 from specfleet.config.models import RunConfig
 from specfleet.config.strategies import DominoSection
 from specfleet.drafts.domino import DominoDraft
-from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
+from specfleet.trainer.strategies.base import Objective, Prepared
+from specfleet.trainer.strategies.block_setup import BlockStrategy, backbone_config, block_identity, place
 from specfleet.trainer.strategies.domino.batch import collate
 from specfleet.trainer.strategies.domino.objective import TERM, domino_objective
 from specfleet.trainer.strategies.domino.schedule import base_weight
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
 
 
-class DominoStrategy(Strategy):
+class DominoStrategy(BlockStrategy):
     """One term: the weighted mean over supervised slots of (1 − λ)·CE(corrected) + λ·CE(uncorrected)."""
 
     def __init__(
@@ -32,12 +32,10 @@ class DominoStrategy(Strategy):
         total_steps: int,
         seed: int = 0,
     ) -> None:
+        super().__init__(section, draft, embedding_VH, head_VH, seed)
         self.draft: DominoDraft = draft
         self.term_weights = {TERM: 1.0}
         self._section = section
-        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
-        self._embedding = embedding_VH
-        self._head = head_VH
         self._total_steps = total_steps
 
     @property
@@ -48,9 +46,6 @@ class DominoStrategy(Strategy):
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._plan, self._section.loss_decay)
-
-    def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        return prepare_blocks(batch, self._embedding.device, self.term_weights)
 
     def objective(self, prepared: Prepared) -> Objective:
         return domino_objective(self.draft, self._embedding, self._head, prepared, self.base_weight)

@@ -11,8 +11,8 @@ from specfleet.config.strategies import DSparkSection
 from specfleet.drafts.dspark import DSparkDraft
 from specfleet.target.text_config import logits_scale
 from specfleet.target.weights import read_text_config
-from specfleet.trainer.strategies.base import Objective, Prepared, Strategy
-from specfleet.trainer.strategies.block_setup import backbone_config, block_identity, block_plan, place, prepare_blocks
+from specfleet.trainer.strategies.base import Objective, Prepared
+from specfleet.trainer.strategies.block_setup import BlockStrategy, backbone_config, block_identity, place
 from specfleet.trainer.strategies.dspark.batch import collate
 from specfleet.trainer.strategies.dspark.objective import CONFIDENCE, SLOTS, dspark_objective
 from specfleet.trainer.strategies.eagle_setup import check_final_state
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specfleet.data.prompt_set import PromptSet
 
 
-class DSparkStrategy(Strategy):
+class DSparkStrategy(BlockStrategy):
     """Two terms, both weighted means over the supervised slots: what is guessed, and the price put on it."""
 
     def __init__(
@@ -35,21 +35,19 @@ class DSparkStrategy(Strategy):
         teacher_scale: float = 1.0,
     ) -> None:
         """teacher_scale: between head · state and the target's logits; a draft's states take the head alone."""
+        super().__init__(section, draft, embedding_VH, head_VH, seed)
         self.draft: DSparkDraft = draft
         self.term_weights = {SLOTS: 1.0}
         if section.confidence_head:
             self.term_weights[CONFIDENCE] = section.confidence_weight
         self._section = section
-        self._plan = block_plan(section, draft.config, seed, embedding_VH.device)
-        self._embedding = embedding_VH
-        self._head = head_VH
         self._teacher_scale = teacher_scale
 
     def collate(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return collate(samples, self._plan, self._section.loss_decay)
 
     def prepare(self, batch: dict[str, torch.Tensor]) -> Prepared:
-        found = prepare_blocks(batch, self._embedding.device, self.term_weights)
+        found = super().prepare(batch)
         if self._teacher_scale != 1.0:
             found.tensors["teacher_states"] = found.tensors["teacher_states"] * self._teacher_scale
         return found

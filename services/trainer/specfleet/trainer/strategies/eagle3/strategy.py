@@ -9,7 +9,6 @@ import torch
 
 from specfleet.config.models import RunConfig
 from specfleet.config.strategies import Eagle3Section
-from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from specfleet.target.dtypes import compute_dtype
 from specfleet.target.weights import load_embedding, load_raw_head, read_text_config
@@ -129,8 +128,7 @@ def build_eagle3(
 ) -> Eagle3Strategy:
     """Draft initialised from torch's global generator; vocabulary from the supervised tokens of the prompt set."""
     section = config.strategy
-    if not isinstance(section, Eagle3Section):
-        raise ConfigError("SF-CONFIG-STRATEGY", f"build_eagle3 was given the section of {section.name}")
+    assert isinstance(section, Eagle3Section)
     check_final_state("eagle3", contract)
     draft = Eagle3Draft(
         Eagle3Config(

@@ -9,7 +9,6 @@ import torch
 
 from specfleet.config.models import RunConfig
 from specfleet.config.strategies import PEagleSection
-from specfleet.contracts.errors import ConfigError
 from specfleet.drafts.peagle import PEagleConfig, PEagleDraft
 from specfleet.drafts.warm_start import stated_mask_token
 from specfleet.target.dtypes import compute_dtype
@@ -100,8 +99,7 @@ def build_peagle(
 ) -> PEagleStrategy:
     """Draft initialised from torch's global generator, its embedding from the target's."""
     section = config.strategy
-    if not isinstance(section, PEagleSection):
-        raise ConfigError("SF-CONFIG-STRATEGY", f"build_peagle was given the section of {section.name}")
+    assert isinstance(section, PEagleSection)
     check_final_state("peagle", contract)
     draft = PEagleDraft(
         PEagleConfig(
