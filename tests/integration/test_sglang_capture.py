@@ -14,7 +14,7 @@ from fixtures.capture_site import LAYERS, CaptureSite, contract_of, prompts
 from fixtures.cutter import Cutter
 from fixtures.fake_capture_control import FakeCaptureControl
 from fixtures.net import NatsServer, free_port
-from fixtures.sglang import sglang_python
+from fixtures.sglang import sglang_python, sglang_version
 from fixtures.tiny import make_tiny_target
 from transformers import AutoModelForCausalLM
 
@@ -158,7 +158,7 @@ async def test_a_lost_answer_ends_the_attempt_and_the_next_one_is_captured(
     first = await rig.send(0, ids)
     ref = (await rig.refs(1))[first]
     assert_equals_transformers(rig.store, ref, ids, tiny_target)
-    assert "sglang 0.5.14 float32 tp 1" in rig.control.attested[0].engine_version
+    assert f"sglang {sglang_version()} float32 tp 1" in rig.control.attested[0].engine_version
     assert rig.control.attested[0].plugin_version.startswith("specfleet ")
 
     cutter.cut = True
