@@ -209,6 +209,10 @@ class Run:
         args = self.args
         found: dict[tuple[int, bool], list[report.Measurement]] = defaultdict(list)
         kept: list[bytes] = []
+        for length in args.lengths:
+            for captured in (False, True):  # kernels are chosen and compiled at the first use of a size
+                await self.drive(pair, clients, captured, length, args.settle_s)
+        self.say("warm")
         began = self.seconds
         for number in range(args.rounds):
             # Profile, limits and fidelity take about as long as a round.
@@ -218,8 +222,8 @@ class Run:
             for length in args.lengths:
                 for captured in (False, True):
                     keep = -(-args.samples // len(args.lengths)) if captured and number == 0 else 0
-                    one, outcomes = await self.load(pair, clients, captured, length, keep)
-                    found[length, captured].append(one)
+                    job, outcomes, cores = await self.drive(pair, clients, captured, length, args.window_s, keep)
+                    found[length, captured].append(report.measurement(job, outcomes, cores))
                     kept += [ref for outcome in outcomes for ref in outcome.kept]
                 by_length = {
                     str(size): report.summary(found[size, False], found[size, True], token_bytes)
@@ -234,19 +238,19 @@ class Run:
                 )
         return [SampleRef.FromString(ref) for ref in kept]
 
-    async def load(
-        self, pair: Pair, clients: list[Client], captured: bool, length: int, keep: int = 0, window_s: float = 0.0
-    ) -> tuple[report.Measurement, list[Outcome]]:
-        args = self.args
-        in_flight = max(1, args.in_flight_tokens // length // len(clients))
-        measure_from = time.monotonic() + args.settle_s
-        job = Job(captured, length, in_flight, measure_from, measure_from + (window_s or args.window_s), 0)
+    async def drive(
+        self, pair: Pair, clients: list[Client], captured: bool, length: int, window_s: float, keep: int = 0
+    ) -> tuple[Job, list[Outcome], dict[str, float]]:
+        """One server under load of one prompt length."""
+        in_flight = max(1, self.args.in_flight_tokens // length // len(clients))
+        measure_from = time.monotonic() + self.args.settle_s
+        job = Job(captured, length, in_flight, measure_from, measure_from + window_s, 0)
         jobs = [dataclasses.replace(job, keep=keep if index == 0 else 0) for index in range(len(clients))]
         cores, outcomes = await asyncio.gather(
             server_cores(job, pair.of(captured)),
             asyncio.gather(*(client.run(own) for client, own in zip(clients, jobs, strict=True))),
         )
-        return report.measurement(job, outcomes, cores), outcomes
+        return job, outcomes, cores
 
     async def find_out_why(self, pair: Pair, clients: list[Client]) -> None:
         """Profiles the slowest length where capturing costs much."""
@@ -258,7 +262,7 @@ class Run:
         for name, captured in (("plain", False), ("captured", True)):
             self.say(f"profile of {name} prefill, prompts of {length}")
             profiling.start(self.profile)
-            await self.load(pair, clients, captured, int(length), window_s=PROFILE_S)
+            await self.drive(pair, clients, captured, int(length), PROFILE_S)
             await profiling.stop(self.profile)
             profiles[name] = profiling.read(self.profile, processes(pair.of(captured)))
             print(f"{name} prefill, prompts of {length}{profiling.render(profiles[name])}\n", flush=True)

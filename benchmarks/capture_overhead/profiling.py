@@ -49,12 +49,23 @@ def render(processes: list[dict[str, Any]]) -> str:
     for process in processes:
         lines.append(
             f"\n{process['process']}: {process['samples']} samples in {process['seconds']:.1f} s, "
-            f"Python's lock is waited for {process['lock_wait_ms']:.2f} ms"
+            f"Python's lock is waited for {process['lock_wait_ms']:.2f} ms; garbage collections {_collections(process)}; "
+            f"{process['objects']['count']} objects, more than before: {process['objects']['grown']}"
         )
         for name, told in sorted(process["threads"].items(), key=lambda item: -item[1]["cores"]):
-            lines.append(f"  thread {name}: {told['cores']:.2f} cores")
+            lines.append(
+                f"  thread {name}: {told['cores']:.2f} cores, {told['kernel_per_s']:.2f} of them in the kernel; "
+                f"per second it slept {told['slept_per_s']:.0f} times and was pushed aside {told['pushed_per_s']:.0f} times"
+            )
             for kind in ("own", "total"):
                 lines += [
                     f"    {kind:5} {count / process['samples']:6.1%}  {place}" for place, count in told[kind][:LINES]
                 ]
     return "\n".join(lines)
+
+
+def _collections(process: dict[str, Any]) -> str:
+    told = process["collections"]
+    return ", ".join(
+        f"{count} in {seconds:.3f} s" for count, seconds in zip(told["count"], told["seconds"], strict=True)
+    )

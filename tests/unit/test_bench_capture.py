@@ -138,4 +138,6 @@ async def test_profiler_names_the_busy_thread_and_its_function(tmp_path: Path) -
     assert json.loads(path.read_text())["samples"] == told["samples"] > 0
     assert "spinner" in told["threads"]
     assert "spin" in told["threads"]["spinner"]["own"][0][0]
+    assert told["objects"]["count"] > 0
+    assert len(told["collections"]["count"]) == 3
     assert "thread spinner" in profiling.render([told])

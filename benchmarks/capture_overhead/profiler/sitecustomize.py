@@ -7,6 +7,7 @@ that lock.
 """
 
 import collections
+import gc
 import json
 import os
 import sys
@@ -25,26 +26,52 @@ def _function(frame: FrameType) -> str:
     return f"{'/'.join(code.co_filename.split('/')[-2:])} {code.co_name}"
 
 
-def _cpu_seconds(native_id: int | None) -> float:
-    with open(f"/proc/self/task/{native_id}/stat", encoding="ascii", errors="replace") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _cpu() -> dict[str, float]:
-    used: dict[str, float] = collections.defaultdict(float)
+def _usage() -> dict[str, dict[str, float]]:
+    """Of each thread so far: processor seconds in user and kernel mode, and how often it slept or was pushed off its core."""
+    used: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    tick = os.sysconf("SC_CLK_TCK")
     for thread in threading.enumerate():
+        folder = f"/proc/self/task/{thread.native_id}"
         try:
-            used[thread.name] += _cpu_seconds(thread.native_id)
+            with open(f"{folder}/stat", encoding="ascii", errors="replace") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+            with open(f"{folder}/status", encoding="ascii", errors="replace") as status:
+                switches = {line.partition(":")[0]: line.split()[-1] for line in status if "ctxt_switches" in line}
         except OSError:  # ended meanwhile
             continue
+        own = used[thread.name]
+        own["user"] += int(fields[11]) / tick
+        own["kernel"] += int(fields[12]) / tick
+        own["slept"] += int(switches["voluntary_ctxt_switches"])
+        own["pushed"] += int(switches["nonvoluntary_ctxt_switches"])
     return used
+
+
+class _Collections:
+    """Time that Python's garbage collections took, by generation."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = [0, 0, 0], [0.0, 0.0, 0.0]
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.count[info["generation"]] += 1
+            self.seconds[info["generation"]] += time.perf_counter() - self._began
+
+
+def _objects() -> collections.Counter[str]:
+    return collections.Counter(type(item).__qualname__ for item in gc.get_objects())
 
 
 def _sample(switch: str) -> dict[str, object]:
     own: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     total: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    samples, late_s, before, began = 0, 0.0, _cpu(), time.monotonic()
+    samples, late_s, objects, collected = 0, 0.0, _objects(), _Collections()
+    gc.callbacks.append(collected)
+    before, began = _usage(), time.monotonic()
     while os.path.exists(switch):
         woken = time.monotonic()
         time.sleep(INTERVAL_S)
@@ -61,19 +88,23 @@ def _sample(switch: str) -> dict[str, object]:
                 functions.add(_function(frame))
                 frame = frame.f_back
             total[name].update(functions)
-    seconds = time.monotonic() - began
+    seconds, after = time.monotonic() - began, _usage()
+    gc.callbacks.remove(collected)
+    now = _objects()
     return {
         "samples": samples,
         "seconds": seconds,
         "lock_wait_ms": late_s / max(samples, 1) * 1e3,
+        "collections": {"count": collected.count, "seconds": collected.seconds},
+        "objects": {"count": now.total(), "grown": (now - objects).most_common(12)},
         "threads": {
             name: {
-                "cores": (used - before.get(name, 0.0)) / seconds,
+                **{f"{kind}_per_s": (used - before[name][kind]) / seconds for kind, used in after[name].items()},
+                "cores": sum(after[name][kind] - before[name][kind] for kind in ("user", "kernel")) / seconds,
                 "own": own[name].most_common(12),
                 "total": total[name].most_common(25),
             }
-            for name, used in _cpu().items()
-            if name in own
+            for name in own
         },
     }
 
