@@ -4,7 +4,8 @@
 
 Starts a Mooncake master and a pre-faulted owner on loopback and plays SGLang's scheduler: prompts are admitted within
 pending_bytes and run in batches of up to 8192 tokens, whose states (three layers and the final one, bf16) lie on the device.
-Prints one JSON object. For each length, with the sink as it is (`batched`) and with one put a sample (`one_by_one`):
+Prints one JSON object. For each length, with the store in a process of its own (`process`, as on CUDA), in the scheduler's (`thread`)
+and there with one put a sample (`one_by_one`):
 
 gb_s, samples_s   what was published, as fast as it goes
 scheduler_ms      processor time a sample costs in the scheduler's thread: parsing, memory, starting copies, answers
@@ -38,6 +39,7 @@ from specfleet.capture.sglang_plugin.request import CaptureRequest, Origin, pars
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
 from specfleet.store import writing
+from specfleet.store.apart import StoreApart
 from specfleet.store.base import FeatureStore, Sample
 from specfleet.store.factory import open_store
 from specfleet.wire.records_pb2 import CaptureContract
@@ -190,12 +192,12 @@ def remove_all(url: str, keys: Connection) -> None:
     store.close()
 
 
-def measure(url: str, tokens: int, options: argparse.Namespace, one_by_one: bool, work: Work | None) -> dict[str, Any]:
+def measure(url: str, tokens: int, options: argparse.Namespace, kind: str, work: Work | None) -> dict[str, Any]:
     device, pending_bytes = torch.device(options.device), options.pending_mib << 20
     contract = CaptureContract(layers=LAYERS, final_state="post_norm", dtype="bfloat16", hidden_size=options.hidden)
     table = feature_table(contract)
-    store = open_store(url)
-    counting = Counting(store, one_by_one)
+    store = StoreApart(url) if kind == "process" else open_store(url)
+    counting = Counting(store, kind == "one_by_one")
     store.put_many = counting.put_many  # type: ignore[method-assign]
     hashing, copying = Apart(), Apart()
     copier = copier_for(device)
@@ -239,10 +241,10 @@ def measure(url: str, tokens: int, options: argparse.Namespace, one_by_one: bool
 
 def compare(url: str, tokens: int, options: argparse.Namespace, work: Work) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": tokens}
-    for name, one_by_one in (("batched", False), ("one_by_one", True)):
-        result[name] = measure(url, tokens, options, one_by_one, None)
+    for name in ("process", "thread", "one_by_one"):
+        result[name] = measure(url, tokens, options, name, None)
         work.seconds.clear()
-        measure(url, tokens, options, one_by_one, work)
+        measure(url, tokens, options, name, work)
         result[name]["slowed"] = round(sum(work.seconds) / len(work.seconds) / BATCH_S, 3)
     return result
 

@@ -85,6 +85,11 @@ def hash_seconds() -> float:
     return _hashing.seconds
 
 
+def hashed_elsewhere(seconds: float) -> None:
+    """Of a call of this thread, in another process."""
+    _hashing.seconds += seconds
+
+
 def plan_specs(
     store: str, attempt: TaskAttempt, tensors: "Mapping[str, torch.Tensor]"
 ) -> list[tuple[FeatureSpec, Bytes]]:

@@ -31,6 +31,7 @@ from specfleet.capture.sglang_plugin.settings import Settings
 from specfleet.capture.sglang_plugin.sink import FINITE, Capture, Sink, Span
 from specfleet.contracts.capture import feature_table
 from specfleet.contracts.errors import HostError, SpecfleetError
+from specfleet.store.apart import StoreApart
 from specfleet.store.factory import open_store
 from specfleet.target.dtypes import DTYPES
 from specfleet.wire.records_pb2 import CaptureContract
@@ -101,11 +102,13 @@ class Hooks:
         self._state_scale = float(getattr(model, "scale_width", 1.0))
         capture_layers(model, settings.layers, config.num_hidden_layers)
         self._table = feature_table(contract)
-        store = open_store(settings.store)
-        origin = Origin(store.name, settings.layers, _release("sglang"), _release("specfleet"))
         device = torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
+        # On CUDA the scheduler's thread launches kernels, thousands for a batch: nothing may take turns with it.
+        apart = settings.writer == "process" or (settings.writer == "auto" and device.type == "cuda")
+        store = StoreApart(settings.store) if apart else open_store(settings.store)
+        origin = Origin(store.name, settings.layers, _release("sglang"), _release("specfleet"))
         self._sink = Sink(store, self._table, origin, copier_for(device), settings.store_full_s)
-        if device.type == "cuda" and self._writes:
+        if self._writes and (apart or device.type == "cuda"):
             self._sink.reserve(settings.pending_bytes)
         log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
 

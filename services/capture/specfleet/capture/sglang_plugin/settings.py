@@ -8,6 +8,7 @@ from specfleet.contracts.errors import ConfigError
 
 EXTRAS = ("teacher_argmax", "teacher_lse")
 FINAL_STATES = ("none", "post_norm")
+WRITERS = ("auto", "process", "thread")
 _FEATURE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -27,6 +28,8 @@ class Settings:
     """Admitted and not yet published. What does not fit waits outside SGLang's queue."""
     store_full_s: float = 60.0
     """How long a full pool is waited for."""
+    writer: str = "auto"
+    """Where hashing and storing run: `process`, one beside the scheduler's, or `thread`, in it; auto: a process on CUDA."""
 
     @classmethod
     def parse(cls, text: str) -> "Settings":
@@ -59,6 +62,8 @@ class Settings:
             raise _bad(f"final_state {self.final_state!r} is neither 'post_norm' nor 'none'")
         if not set(self.extras) <= set(EXTRAS):
             raise _bad(f"extras {list(self.extras)} are not among {', '.join(EXTRAS)}")
+        if self.writer not in WRITERS:
+            raise _bad(f"writer {self.writer!r} is none of {', '.join(WRITERS)}")
         if not self.pending_bytes > 0 or not self.store_full_s >= 0:
             raise _bad(f"pending_bytes {self.pending_bytes} and store_full_s {self.store_full_s} must be positive")
 
