@@ -69,6 +69,11 @@ def test_the_manifest_names_no_path_of_this_machine(tmp_path: Path, prompts: Pro
     assert str(tmp_path) not in text
     assert "/nowhere" not in text
     assert read_manifest(directory)[0].contract.target == "target"
+    of_the_hub = CaptureContract()
+    of_the_hub.CopyFrom(CONTRACT)
+    of_the_hub.target = "org/name@0123abc"
+    directory = write_feature_set(tmp_path / "hub", of_the_hub, prompts)
+    assert read_manifest(directory)[0].contract.target == of_the_hub.target
 
 
 def test_a_writer_goes_on_after_the_last_listed_shard(tmp_path: Path, prompts: PromptSet) -> None:
