@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,15 +81,15 @@ def processes(server: Server) -> dict[int, str]:
     found = {main.pid: "http"}
     for process in main.children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found[process.pid] = process.cmdline()[0].removeprefix("sglang::")
+            found[process.pid] = Path(process.cmdline()[0].removeprefix("sglang::")).name
     return found
 
 
 def cpu_seconds(server: Server) -> dict[str, float]:
-    """CPU time of each process of the server so far."""
-    used = {}
+    """CPU time of the server's processes so far, by name."""
+    used: dict[str, float] = defaultdict(float)
     for pid, name in processes(server).items():
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(pid).cpu_times()
-            used[name] = times.user + times.system
+            used[name] += times.user + times.system
     return used
