@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,21 +67,17 @@ async def test_kill_9_of_the_coordinator(service: Service, nats_server: NatsServ
     worker.start()
     agent.start()
     await fleet.submit("killed", config_yaml(tmp_path / "runs", prompts, flow={"lease_s": 1.0}), prompts)
-    resumed = []
     for step, away_s in ((3, 0.0), (8, 0.3), (14, 1.5)):
         await fleet.wait_for("killed", lambda s, step=step: s.trained_steps >= step)
         await asyncio.to_thread(service.end)
         await asyncio.sleep(away_s)
-        started = time.monotonic()
         service.start()
         before = (await fleet.get("killed")).trained_steps
         await fleet.wait_for("killed", lambda s, before=before: s.trained_steps > before)
-        resumed.append(time.monotonic() - started)
     done = await fleet.finish("killed")
     assert (done.state, done.generation, done.tasks) == ("SUCCEEDED", 1, {"SETTLED": 90})
     await prove(fleet, "killed", 90)
     assert fleet.store.objects == {}
-    assert max(resumed) < 5.0, f"seconds to resume: {resumed}"
     await agent.kill()
     await worker.kill()
     assert service.end(signal.SIGTERM) == 0
