@@ -310,7 +310,8 @@ def _file_behind(address: int, num_bytes: int, owner: object) -> _Shared | None:
             start, end = (int(part, 16) for part in span.split("-"))
             if start <= address and address + num_bytes <= end and permissions.endswith("s"):
                 file = _open_file(int(inode))
-                return file and _Shared(file, int(offset, 16) + address - start, num_bytes, address, owner)
+                if file is not None:
+                    return _Shared(file, int(offset, 16) + address - start, num_bytes, address, owner)
     return None
 
 
