@@ -88,7 +88,9 @@ async def running(fragile_target: Path, tmp_path_factory: pytest.TempPathFactory
     place = tmp_path_factory.mktemp("server")
     flags = ("--chunked-prefill-size", "16", "--enable-mixed-chunk", "--enable-return-hidden-states")
     url = f"file://{place}/pool?capacity={1 << 20}"
-    async with plugin_server(fragile_target, url, place / "log", flags, pending_bytes=200_000) as running:
+    async with plugin_server(
+        fragile_target, url, place / "log", flags, pending_bytes=200_000, writer="process"
+    ) as running:
         yield running
 
 
