@@ -179,13 +179,16 @@ def _outcome(run: RunSnapshot, meter: RateMeter) -> dict[str, Any]:
             "\n".join([f"end of {log}:", *log.read_text(errors="replace").splitlines()[-LOG_LINES:]]) for log in logs
         ]
         raise SpecfleetError("SF-BENCH-RUN", "\n".join([f"run {run.run_id} ended {run.state}: {run.reason}", *ends]))
+    captured = {
+        "captured_tokens_per_s": round(meter.captured.per_s),
+        "peak_in_flight_bytes": meter.peak_in_flight_bytes,
+    }
     return {
+        **(captured if run.captured_tokens else {}),
         "steps": run.trained_steps,
         "tokens": run.trained_tokens,
-        "captured_tokens_per_s": round(meter.captured.per_s),
         "tokens_per_s": round(meter.trained.per_s),
         "wait_share": round(meter.wait_share, 4),
-        "peak_in_flight_bytes": meter.peak_in_flight_bytes,
         "metrics": {key: round(value, 4) for key, value in run.metrics.items()},
     }
 
