@@ -142,7 +142,7 @@ class Product:
             client.call(client.runs.SubmitRun, request, timeout_s=300)
 
     def _follow(self, client: Client, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What came of the runs. Raises SpecfleetError SF-BENCH-RUN with the ends of its logs when one does not succeed."""
+        """What came of the runs. Raises SpecfleetError SF-BENCH-RUN with the ends of its logs when one fails."""
         ended: dict[str, dict[str, Any]] = {}
         meters, spoke = {name: RateMeter() for name in run_ids}, time.monotonic()
         while len(ended) < len(run_ids):
@@ -173,7 +173,7 @@ def _line(run: RunSnapshot) -> str:
 
 
 def _outcome(run: RunSnapshot, meter: RateMeter) -> dict[str, Any]:
-    if run.state != "SUCCEEDED":
+    if run.state not in ("SUCCEEDED", "DEGRADED"):
         logs = sorted((Path(run.output_dir) / "logs").glob("*.log"))
         ends = [
             "\n".join([f"end of {log}:", *log.read_text(errors="replace").splitlines()[-LOG_LINES:]]) for log in logs
@@ -185,6 +185,7 @@ def _outcome(run: RunSnapshot, meter: RateMeter) -> dict[str, Any]:
     }
     return {
         **(captured if run.captured_tokens else {}),
+        "state": run.state,
         "steps": run.trained_steps,
         "tokens": run.trained_tokens,
         "tokens_per_s": round(meter.trained.per_s),
