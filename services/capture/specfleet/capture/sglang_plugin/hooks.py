@@ -12,6 +12,7 @@ out, as `hidden_states` [N, H] after the final norm and `aux_hidden_states`: one
 0.5.17, all of them side by side.
 """
 
+import gc
 import logging
 import sys
 from array import array
@@ -110,6 +111,9 @@ class Hooks:
         self._sink = Sink(store, self._table, origin, copier_for(device), settings.store_full_s)
         if self._writes and (apart or device.type == "cuda"):
             self._sink.reserve(settings.pending_bytes)
+        # Half a million objects that stay: not to be looked through again each time that so many captures have come and gone.
+        gc.collect()
+        gc.freeze()
         log.info("specfleet: captures layers %s into %s", list(settings.layers), settings.store)
 
     # receive
@@ -130,7 +134,7 @@ class Hooks:
         if hasattr(received, "abort_all"):
             self._abort(received, passed)
         request = self._parse(received)
-        if request is None or request.failure is not None:
+        if request is None or request.answer is not None:
             passed.append(received)
         else:
             self._admission.offer(received.rid, request.num_bytes, received)
@@ -188,7 +192,7 @@ class Hooks:
         for req, position, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             request = capture_of(req)
             # With overlap a request may run once more after its prompt is complete.
-            if request is not None and request.failure is None and position < request.num_tokens:
+            if request is not None and request.answer is None and position < request.num_tokens:
                 captured = True
                 if self._writes:
                     found.spans.append(Span(self._begun(req, request), first, position, count))
@@ -287,13 +291,17 @@ class Hooks:
         self._admission.end(req.rid)
         self.sink.forget(req.rid)
         req.customized_info = {KEY: [answer]}
+        # Nothing may live on in a cycle until a garbage collection, which takes long in a process of this size: SGLang lets
+        # custom logit processors find the request in its own parameters.
+        req.sampling_params.custom_params.pop("__req__", None)
+        request.answer, request.state = answer, None
         return True
 
     @staticmethod
     def _answer(request: CaptureRequest) -> dict[str, Any] | None:
         """None while the objects are being published."""
-        if request.failure is not None:
-            return request.failure
+        if request.answer is not None:
+            return request.answer
         capture: Capture | None = request.state
         if capture is not None and capture.submitted_at is not None:
             return capture.answer
