@@ -29,8 +29,8 @@ class CaptureRequest:
     loss_mask: bytes = b""
     features: tuple[str, ...] = ()
     num_bytes: int = 0
-    failure: dict[str, Any] | None = None
-    """The answer, when it is clear without capturing."""
+    answer: dict[str, Any] | None = None
+    """The answer, once it is known: from then on nothing is captured."""
     state: Any = field(default=None, compare=False)
     """What this rank has captured so far (sink.Capture)."""
 
@@ -82,7 +82,7 @@ def parse(raw: Any, input_ids: Sequence[int], vocab_size: int, store: str, table
 def refused(raw: Any, num_tokens: int, error: SpecfleetError) -> CaptureRequest:
     """A request that is answered with `error` instead of being captured."""
     sample = str(raw.get("sample", "")) if isinstance(raw, dict) else ""
-    return CaptureRequest(sample, num_tokens, failure=failure(sample, error))
+    return CaptureRequest(sample, num_tokens, answer=failure(sample, error))
 
 
 def failure(sample: str, error: SpecfleetError) -> dict[str, Any]:
