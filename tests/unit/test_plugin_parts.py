@@ -100,7 +100,7 @@ def test_bad_requests_are_answered_not_captured(raw: Any, ids: list[int], code: 
     with pytest.raises(SpecfleetError) as error:
         parse(raw, ids, 10, "pool", TABLE)
     assert error.value.code == code
-    answer = refused(raw, len(ids), error.value).failure
+    answer = refused(raw, len(ids), error.value).answer
     assert answer is not None
     assert (answer["ok"], answer["code"], answer["kind"]) == (False, code, kind)
 
