@@ -108,6 +108,8 @@ def _gradient(strategy: Strategy, device: str, dtype: torch.dtype) -> torch.Tens
     return torch.cat([parameter.grad.flatten().cpu().double() for parameter in strategy.draft.parameters()])  # type: ignore[union-attr]
 
 
+# torch lays the weights of a GRU side by side for cuDNN, but not those in bf16: cuDNN copies them in every call.
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory")
 @pytest.mark.parametrize("name", _strategies(torch.float32))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_a_step_has_the_cpus_gradient(
