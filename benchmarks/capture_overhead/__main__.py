@@ -32,14 +32,13 @@ import torch
 
 from benchmarks.capture_overhead import fidelity, limits, profiling, report
 from benchmarks.capture_overhead.load import Client, Job, Outcome, Setup, prompt_ids
-from benchmarks.capture_overhead.servers import Pair, cpu_seconds, pair_options, processes, started
+from benchmarks.capture_overhead.servers import Load, Pair, pair_options, processes, started, watch
 from benchmarks.capture_overhead.target import random_target
 from benchmarks.host import ROOT, host
 from benchmarks.mooncake_pool import mooncake_pool
 from specfleet.config.features import eagle3_layers
 from specfleet.contracts.capture import bytes_per_token
 from specfleet.contracts.errors import SpecfleetError
-from specfleet.sglang.launch import Server
 from specfleet.store.factory import open_store
 from specfleet.target.facts import read_target_facts
 from specfleet.wire.records_pb2 import CaptureContract, SampleRef
@@ -222,8 +221,8 @@ class Run:
             for length in args.lengths:
                 for captured in (False, True):
                     keep = -(-args.samples // len(args.lengths)) if captured and number == 0 else 0
-                    job, outcomes, cores = await self.drive(pair, clients, captured, length, args.window_s, keep)
-                    found[length, captured].append(report.measurement(job, outcomes, cores))
+                    job, outcomes, server = await self.drive(pair, clients, captured, length, args.window_s, keep)
+                    found[length, captured].append(report.measurement(job, outcomes, server))
                     kept += [ref for outcome in outcomes for ref in outcome.kept]
                 by_length = {
                     str(size): report.summary(found[size, False], found[size, True], token_bytes)
@@ -239,25 +238,37 @@ class Run:
         return [SampleRef.FromString(ref) for ref in kept]
 
     async def drive(
-        self, pair: Pair, clients: list[Client], captured: bool, length: int, window_s: float, keep: int = 0
-    ) -> tuple[Job, list[Outcome], dict[str, float]]:
-        """One server under load of one prompt length."""
+        self,
+        pair: Pair,
+        clients: list[Client],
+        captured: bool,
+        length: int,
+        window_s: float,
+        keep: int = 0,
+        ordinary: bool = False,
+    ) -> tuple[Job, list[Outcome], Load]:
+        """One server under load of one prompt length. ordinary: see Job."""
         in_flight = max(1, self.args.in_flight_tokens // length // len(clients))
         measure_from = time.monotonic() + self.args.settle_s
-        job = Job(captured, length, in_flight, measure_from, measure_from + window_s, 0)
+        job = Job(captured, length, in_flight, measure_from, measure_from + window_s, 0, ordinary)
         jobs = [dataclasses.replace(job, keep=keep if index == 0 else 0) for index in range(len(clients))]
-        cores, outcomes = await asyncio.gather(
-            server_cores(job, pair.of(captured)),
+        server, outcomes = await asyncio.gather(
+            watch(pair.of(captured or ordinary), job.measure_from, job.measure_until),
             asyncio.gather(*(client.run(own) for client, own in zip(clients, jobs, strict=True))),
         )
-        return job, outcomes, cores
+        return job, outcomes, server
 
     async def find_out_why(self, pair: Pair, clients: list[Client]) -> None:
-        """Profiles the slowest length where capturing costs much."""
+        """At the slowest length, where capturing costs much: requests without capture to the server that captures, and profiles."""
         by_length = self.result["by_length"]
         length, told = min(by_length.items(), key=lambda item: item[1]["ratio"])
         if not self.args.profile and told["ratio"] >= PROFILE_BELOW:
             return
+        job, outcomes, server = await self.drive(pair, clients, False, int(length), self.args.window_s, ordinary=True)
+        one = report.measurement(job, outcomes, server)
+        ordinary = {"prompt_tokens": int(length), "tokens_per_s": round(one.tokens_per_s), **report.server([one])}
+        self.say(f"without capture, on the server that captures: {ordinary}")
+        self.write(ordinary=ordinary)
         profiles = {}
         for name, captured in (("plain", False), ("captured", True)):
             self.say(f"profile of {name} prefill, prompts of {length}")
@@ -271,14 +282,6 @@ class Run:
 
 def sent_ids(ref: SampleRef, vocab_size: int) -> list[int]:
     return prompt_ids(SEED, ref.attempt.task.prompt_index, ref.num_tokens, vocab_size)
-
-
-async def server_cores(job: Job, server: Server) -> dict[str, float]:
-    await asyncio.sleep(job.measure_from - time.monotonic())
-    before, began = cpu_seconds(server), time.monotonic()
-    await asyncio.sleep(job.measure_until - time.monotonic())
-    after, seconds = cpu_seconds(server), time.monotonic() - began
-    return {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
 
 
 def main() -> int:

@@ -56,6 +56,8 @@ class Job:
     measure_until: float
     keep: int
     """So many measured samples stay in the pool."""
+    ordinary: bool = False
+    """Requests without capture, to the server that captures."""
 
 
 @dataclass
@@ -130,8 +132,9 @@ async def _serve(setup: Setup, connection: Connection) -> None:
 class Generator:
     """Sends prompts, each with a number of its own, and removes what was captured of them."""
 
-    def __init__(self, setup: Setup, plain: SGLangClient, engine: SGLangEngine, store: FeatureStore) -> None:
-        self._plain, self._engine, self._store = plain, engine, store
+    def __init__(self, setup: Setup, engine: SGLangEngine, store: FeatureStore) -> None:
+        self._plain, self._ordinary = SGLangClient(setup.plain_url), SGLangClient(setup.captured_url)
+        self._engine, self._store = engine, store
         self._seed = setup.seed
         self._vocab_size = engine.attest().vocab_size
         self._next = setup.index * PROMPTS
@@ -143,7 +146,7 @@ class Generator:
         store = open_store(setup.store_url)
         options = EngineOptions("sglang", servers=(setup.captured_url,), store_url=setup.store_url)
         engine = await SGLangEngine.load(options, CaptureContract.FromString(setup.contract), store)
-        return cls(setup, SGLangClient(setup.plain_url), engine, store)
+        return cls(setup, engine, store)
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,6 +154,7 @@ class Generator:
     async def __aexit__(self, *_: object) -> None:
         self._remover.cancel()
         await self._plain.close()
+        await self._ordinary.close()
         await self._engine.close()
         await asyncio.to_thread(self._store.close)
 
@@ -170,7 +174,7 @@ class Generator:
             number, self._next = self._next, self._next + 1
             ids = prompt_ids(self._seed, number, job.length, self._vocab_size)
             try:
-                await (self._capture(number, ids, job, outcome) if job.captured else self._generate(ids))
+                await (self._capture(number, ids, job, outcome) if job.captured else self._generate(ids, job))
             except (CaptureItemError, StoreError, EngineError) as error:
                 outcome.failures.append(str(error))
                 if self._engine.lost.is_set():
@@ -178,9 +182,10 @@ class Generator:
             else:
                 outcome.answered_at.append(time.monotonic())
 
-    async def _generate(self, ids: list[int]) -> None:
+    async def _generate(self, ids: list[int], job: Job) -> None:
         sampling = {"max_new_tokens": 1, "temperature": 0}
-        await self._plain.generate({"input_ids": ids, "sampling_params": sampling}, REQUEST_S)
+        client = self._ordinary if job.ordinary else self._plain
+        await client.generate({"input_ids": ids, "sampling_params": sampling}, REQUEST_S)
 
     async def _capture(self, number: int, ids: list[int], job: Job, outcome: Outcome) -> None:
         attempt = TaskAttempt(task=task_key(RUN, 0, number), attempt=1)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.capture_overhead.load import PARTS, Job, Outcome
+from benchmarks.capture_overhead.servers import Load
 
 GOAL = 0.85
 
@@ -23,12 +24,11 @@ class Measurement:
     """What the server says it spent on features, by part."""
     client_cores: float
     """Of the busiest client process."""
-    server_cores: dict[str, float]
-    """Of each process of the server."""
+    server: Load
     failures: list[str]
 
 
-def measurement(job: Job, outcomes: Sequence[Outcome], server_cores: dict[str, float]) -> Measurement:
+def measurement(job: Job, outcomes: Sequence[Outcome], server: Load) -> Measurement:
     """Raises ValueError when too little was answered to tell."""
     answered = sum(len(outcome.answered_at) for outcome in outcomes)
     spent = {part: sum(outcome.seconds[part] for outcome in outcomes) for part in PARTS}
@@ -36,7 +36,7 @@ def measurement(job: Job, outcomes: Sequence[Outcome], server_cores: dict[str, f
         tokens_per_s(job, [moment for outcome in outcomes for moment in outcome.answered_at]),
         {part: seconds / (answered * job.length) for part, seconds in spent.items()},
         max(outcome.cores for outcome in outcomes),
-        server_cores,
+        server,
         [message for outcome in outcomes for message in outcome.failures],
     )
 
@@ -75,11 +75,19 @@ def summary(plain: Sequence[Measurement], captured: Sequence[Measurement], bytes
         "busy": {"copies": round(spent["copy"] * after, 2), "writer": round((spent["hash"] + spent["put"]) * after, 2)},
         "failures": {"count": len(failures), "first": failures[0] if failures else ""},
         "client_cores": round(max(one.client_cores for one in (*plain, *captured)), 2),
-        "server_cores": {
-            name: _busiest([one.server_cores for one in rounds])
-            for name, rounds in (("plain", plain), ("captured", captured))
-        },
+        "server": {name: server(rounds) for name, rounds in (("plain", plain), ("captured", captured))},
     }  # fmt: skip
+
+
+def server(rounds: Sequence[Measurement]) -> dict[str, Any]:
+    """Medians of what a server's processes, batches and device did. Full batches and a busy device: nothing is wasted."""
+    loads = [one.server for one in rounds]
+    told: dict[str, Any] = {"cores": _busiest([load.cores for load in loads])}
+    for name in ("batches_per_s", "tokens_per_batch", "device_busy"):
+        values = [value for load in loads if (value := getattr(load, name)) is not None]
+        if values:
+            told[name] = round(statistics.median(values), 2)
+    return told
 
 
 def overall(by_length: dict[str, Any]) -> dict[str, Any]:

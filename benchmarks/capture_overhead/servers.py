@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import os
+import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import torch
 
 from specfleet.capture.engines.serving import server_options
 from specfleet.capture.engines.table import EngineOptions
@@ -21,6 +24,10 @@ PROFILER = Path(__file__).parent / "profiler"
 # Of what is free when a server starts; the other one takes its part of the rest meanwhile.
 MEMORY_FRACTION = 0.6
 POOL_TOKENS = {"cuda": 262_144, "cpu": 16_384}
+# A line of SGLang's log for each prefill batch.
+PREFILL = re.compile(rb"Prefill batch.*?#new-token: (\d+)")
+# The driver averages over a sixth of a second to a second.
+BUSY_EVERY_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,11 @@ def pair_options(
 ) -> tuple[ServerOptions, ServerOptions]:
     """Plain, captured. The flags are those of a capture worker's own server; `flags` come after all others."""
     engine = EngineOptions(
-        "sglang", device=device, store_url=store_url, sglang_flags=flags, memory_fraction=MEMORY_FRACTION
+        "sglang",
+        device=device,
+        store_url=store_url,
+        sglang_flags=f"--log-level info {flags}",
+        memory_fraction=MEMORY_FRACTION,
     )
     facts = read_target_facts(contract.target)
     captured = server_options(engine, contract, facts.path, facts.text_config)
@@ -83,6 +94,40 @@ def processes(server: Server) -> dict[int, str]:
         with contextlib.suppress(psutil.Error):
             found[process.pid] = Path(process.cmdline()[0].removeprefix("sglang::")).name
     return found
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server did while it was measured."""
+
+    cores: dict[str, float]
+    """Of each of its processes."""
+    batches_per_s: float | None = None
+    tokens_per_batch: float | None = None
+    """As its log says."""
+    device_busy: float | None = None
+    """Share of the time in which some kernel ran, as the driver says; None without a GPU."""
+
+
+async def watch(server: Server, begin: float, end: float) -> Load:
+    """Between two moments of the monotonic clock."""
+    await asyncio.sleep(begin - time.monotonic())
+    before, offset, began = cpu_seconds(server), server.log_path.stat().st_size, time.monotonic()
+    busy = []
+    while (left := end - time.monotonic()) > 0:
+        await asyncio.sleep(min(BUSY_EVERY_S, left))
+        if torch.cuda.is_available():
+            busy.append(torch.cuda.utilization() / 100)
+    after, seconds = cpu_seconds(server), time.monotonic() - began
+    with server.log_path.open("rb") as log:
+        log.seek(offset)
+        sizes = [int(tokens) for tokens in PREFILL.findall(log.read())]
+    return Load(
+        {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()},
+        len(sizes) / seconds if sizes else None,
+        sum(sizes) / len(sizes) if sizes else None,
+        sum(busy) / len(busy) if busy else None,
+    )
 
 
 def cpu_seconds(server: Server) -> dict[str, float]:

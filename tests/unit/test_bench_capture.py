@@ -12,7 +12,7 @@ from fixtures.tiny import make_tiny_target
 
 from benchmarks.capture_overhead import fidelity, profiling, report
 from benchmarks.capture_overhead.load import Job, Outcome, prompt_ids
-from benchmarks.capture_overhead.servers import PROFILER, pair_options
+from benchmarks.capture_overhead.servers import PREFILL, PROFILER, Load, pair_options
 from specfleet.target.hf import HFTarget
 
 JOB = Job(captured=True, length=512, in_flight=4, measure_from=100.0, measure_until=104.0, keep=0)
@@ -30,7 +30,8 @@ def test_rate_is_not_misled_by_bursts_or_by_what_lies_outside_the_window() -> No
 
 def measured(rate: float, hash_s: float = 0.0, failures: int = 0) -> report.Measurement:
     seconds = {"copy": hash_s / 2, "wait": 1.0, "hash": hash_s, "put": hash_s}
-    return report.Measurement(rate, seconds, 0.5, {"scheduler": 1.0, "idle": 0.01}, ["broken"] * failures)
+    load = Load({"scheduler": 1.0, "idle": 0.01}, batches_per_s=rate / 8000, tokens_per_batch=8000)
+    return report.Measurement(rate, seconds, 0.5, load, ["broken"] * failures)
 
 
 def test_summary_of_rounds() -> None:
@@ -42,7 +43,8 @@ def test_summary_of_rounds() -> None:
     assert told["overhead_us_per_token"] == 1.25  # 6.25 µs instead of 5
     assert told["split_over_overhead"] == 2.0  # 2.5 µs of copies, hashes and puts, which overlap
     assert told["busy"] == {"copies": 0.08, "writer": 0.32}
-    assert told["server_cores"]["captured"] == {"scheduler": 1.0}
+    expected = {"cores": {"scheduler": 1.0}, "batches_per_s": 20.0, "tokens_per_batch": 8000}
+    assert told["server"]["captured"] == expected
     assert told["failures"] == {"count": 3, "first": "broken"}
     other = {**told, "plain_tokens_per_s": 100_000, "captured_tokens_per_s": 90_000, "ratio": 0.9}
     whole = report.overall({"512": told, "1024": other})
@@ -55,7 +57,7 @@ def test_measurement_adds_up_the_clients() -> None:
     moments = [100.0 + 0.1 * index for index in range(40)]
     spent = {"copy": 0.4, "wait": 0.0, "hash": 0.2, "put": 0.1}
     outcomes = [Outcome(moments, cores=cores, seconds=spent, failures=["x"]) for cores in (0.2, 0.7)]
-    told = report.measurement(JOB, outcomes, {})
+    told = report.measurement(JOB, outcomes, Load({}))
     assert told.tokens_per_s == pytest.approx(20 * 512, rel=0.01)
     assert told.seconds_per_token["copy"] == pytest.approx(0.8 / (80 * 512))
     assert (told.client_cores, told.failures) == (0.7, ["x", "x"])
@@ -98,6 +100,11 @@ def test_noise_of_the_dtype_is_measured_beside(tmp_path: Path) -> None:
     noise = told["transformers_vs_float32"]
     assert 0.0 < noise["final_state"]["mean"] < 0.05
     assert told["captured_vs_float32"] == noise
+
+
+def test_batches_are_read_from_the_log() -> None:
+    line = b"[2026-12-01 16:00:00] Prefill batch, #new-seq: 16, #new-token: 8192, #cached-token: 0, token usage: 0.03\n"
+    assert PREFILL.findall(line + b"Decode batch, #running-req: 1\n" + line) == [b"8192", b"8192"]
 
 
 def test_both_servers_get_the_same_flags_but_for_the_plugin(tiny_target: Path, tmp_path: Path) -> None:
