@@ -26,6 +26,7 @@ from specfleet.contracts.errors import (
     UnreachableError,
 )
 from specfleet.contracts.ids import task_key
+from specfleet.sglang import launch
 from specfleet.sglang.client import SGLangClient
 from specfleet.sglang.interpreter import find_python
 from specfleet.sglang.launch import Server, ServerOptions, server_argv, server_env
@@ -85,6 +86,24 @@ def test_the_pool_of_a_cpu_stays_small() -> None:
     }
     options = server_options(EngineOptions("sglang", device="cpu"), CONTRACT, MODEL, large)
     assert options.pool_tokens * kv_bytes_per_token(large, options.dtype) <= 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("ephemeral", "expected"),
+    [
+        ("32768\t60999\n", range(20_000, 32_768)),
+        ("1024 20500", range(20_501, 55_536)),
+        ("1024 65535", range(20_000, 55_536)),  # none are left: any
+    ],
+)
+def test_ports_are_none_that_outgoing_connections_get(
+    ephemeral: str, expected: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server loads its model for a while before it binds: one of those may be taken by then."""
+    (tmp_path / "range").write_text(ephemeral)
+    monkeypatch.setattr(launch, "_EPHEMERAL", tmp_path / "range")
+    assert launch._ports() == expected
+    assert launch._free_port() in expected
 
 
 def test_an_interpreter_that_is_not_one_is_refused(tmp_path: Path) -> None:

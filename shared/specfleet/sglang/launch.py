@@ -24,7 +24,8 @@ POLL_S = 0.1
 LOG_TAIL_BYTES = 4_000
 LOOPBACK = "127.0.0.1"
 # 0.5.14 refuses to start when its unused gRPC port, ten thousand above the other one, exceeds 65535.
-_PORTS = range(20_000, 55_536)
+_LOWEST_PORT, _HIGHEST_PORT = 20_000, 55_535
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,21 @@ class Server:
 
 
 def _free_port() -> int:
-    """A loopback port that was free a moment ago; a server that finds it taken ends, and is started again."""
+    """A loopback port that was free a moment ago. SGLang binds it only once the model is loaded."""
+    ports = _ports()
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            port = random.SystemRandom().choice(_PORTS)
+            port = random.SystemRandom().choice(ports)
             probe.bind((LOOPBACK, port))
             return port
+
+
+def _ports() -> range:
+    """Those that no outgoing connection of this host is given meanwhile, where enough are left."""
+    try:
+        first, last = map(int, _EPHEMERAL.read_text().split())
+    except (OSError, ValueError):  # not Linux
+        return range(_LOWEST_PORT, _HIGHEST_PORT + 1)
+    below, above = range(_LOWEST_PORT, min(first, _HIGHEST_PORT + 1)), range(last + 1, _HIGHEST_PORT + 1)
+    largest = max(below, above, key=len)
+    return largest if len(largest) > 1000 else range(_LOWEST_PORT, _HIGHEST_PORT + 1)
