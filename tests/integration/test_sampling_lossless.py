@@ -71,7 +71,7 @@ def expected(target: HFTarget) -> dict[tuple[int, ...], float]:
 def make_draft(family: str) -> Draft:
     kind, config = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.manual_seed(4)
         draft = build_draft(kind, config).eval().requires_grad_(False)
         for parameter in draft.parameters():
             # Far from its initial values, so that every head says something of its own.
