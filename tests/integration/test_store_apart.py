@@ -138,3 +138,24 @@ def test_a_killed_process_fails_one_call_and_the_memory_serves_the_next(mooncake
         put(mooncake, tensors)
     assert_same(mooncake.get(put(mooncake, tensors)), tensors)
     assert "mooncake" in memory_at(mooncake.empty([10], torch.uint8).data_ptr())
+
+
+def test_a_process_that_does_not_start_fails_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it would have had memory of an earlier one to take over."""
+    store = StoreApart(f"file://{tmp_path}/pool")
+    with monkeypatch.context() as broken:
+        broken.setattr("sys.executable", "/bin/false")
+        with pytest.raises(StoreError, match="SF-STORE-PROCESS"):
+            store.reserve(1000, lambda _address, _num_bytes: nothing)
+    store.reserve(1000, lambda _address, _num_bytes: nothing)
+    tensors = {"x": store.empty([10], torch.float32).fill_(1.0)}
+    assert store._process is not None
+    store._process.kill()
+    store._process.wait()
+    with monkeypatch.context() as broken:
+        broken.setattr("sys.executable", "/bin/false")
+        for _ in range(2):
+            with pytest.raises(StoreError, match="SF-STORE-PROCESS"):
+                put(store, tensors)
+    assert_same(store.get(put(store, tensors)), tensors)
+    store.close()

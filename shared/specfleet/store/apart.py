@@ -163,12 +163,10 @@ class StoreApart(FeatureStore):
     def _ask(self, what: str, argument: Any) -> Any:
         if self._closed:
             raise StoreError("SF-STORE-CLOSED", f"store {self.name!r} is closed")
-        if self._connection is None:
-            self._start()
-        assert self._connection is not None
         try:
-            self._connection.send((what, argument))
-            good, result = self._connection.recv()
+            connection = self._connection or self._start()
+            connection.send((what, argument))
+            good, result = connection.recv()
         except (EOFError, OSError) as error:
             self._end()
             raise StoreError(
@@ -179,7 +177,7 @@ class StoreApart(FeatureStore):
             raise _error(result)
         return result
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         ours, theirs = Pipe()
         with theirs:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -189,6 +187,7 @@ class StoreApart(FeatureStore):
         if self._memory is not None:  # of an earlier process
             ours.send(("adopt", (self._memory.first, self._memory.num_bytes)))
             send_handle(ours, self._memory.file, self._process.pid)
+        return ours
 
     def _end(self) -> None:
         if self._connection is not None:
