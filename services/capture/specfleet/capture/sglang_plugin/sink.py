@@ -1,8 +1,8 @@
 """From the states of a batch on the device to published objects. Lives in the scheduler process of SGLang.
 
 Rows go straight to their place in a sample's tensors, which lie in memory that the store lends: so a chunked prompt needs no
-stitching, a copy over PCIe is the only one (copies.py), and a put moves the bytes without another. One thread checks, hashes
-and puts whatever is there, in one call. It shares Python's global lock with the scheduler: work per sample is kept small.
+stitching, a copy over PCIe is the only one (copies.py), and a put moves the bytes without another. One thread checks whatever
+is there and has it stored in one call. It shares Python's global lock with the scheduler: work per sample is kept small.
 
 Shapes: N rows of a batch, T tokens of a prompt.
 """
